@@ -1,0 +1,255 @@
+"""``mmgraph.attach`` and the handle it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from mmgraph.attachment.features import FeatureModel, feature_functions
+from mmgraph.attachment.report import render_report
+from mmgraph.attachment.wrap import AttachedMethod, rehearsal
+from mmgraph.config import GraphConfig
+from mmgraph.encoders import Tower, TowerEncoder, encoder_for, find_towers
+from mmgraph.errors import CaptureError, ConfigError, UnsupportedModelError
+from mmgraph.graphs import GraphBackend, select_backend
+from mmgraph.log import get_logger
+from mmgraph.runner import EncoderRunner
+from mmgraph.state import EncoderState
+from mmgraph.stats import EncoderStats
+from mmgraph.types import Reason, Refusal
+
+__all__ = ["Handle", "attach"]
+
+_logger = get_logger(__name__)
+
+
+def attach(model: Any, config: GraphConfig | None = None) -> Handle:
+    """Let the encoders of `model` run from captured graphs.
+
+    Args:
+        model: A model of transformers (a VLM, an audio model or a pure encoder), a timm model, or
+            a transformers pipeline around one.
+        config: Settings; the defaults capture each size when it is first seen.
+
+    Returns:
+        The handle, which is also a context manager: leaving it detaches.
+
+    Raises:
+        UnsupportedModelError: The model holds no encoder that mmgraph knows how to call.
+        ConfigError: It is attached already, or the settings don't fit it.
+        CaptureError: With ``capture="upfront"``: an encoder can't be captured at all.
+    """
+    config = config or GraphConfig()
+    module = _module_of(model)
+    towers = find_towers(module)
+    if not towers:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} holds no encoder: mmgraph looks for modules whose forward "
+            "takes pixel_values, input_features or (hidden_states, grid_thw) and no text"
+        )
+    _refuse_attached(towers)
+    handle = Handle(module, towers, config)
+    if config.capture == "upfront":
+        try:
+            handle.capture()
+        except BaseException:
+            handle.detach()
+            raise
+    return handle
+
+
+class Handle:
+    """An attached model. See :func:`attach`; not made directly."""
+
+    def __init__(self, model: nn.Module, towers: Sequence[Tower], config: GraphConfig) -> None:
+        self.model = model
+        self.config = config
+        self._backends: dict[torch.device, GraphBackend] = {}
+        self._methods = [
+            self._make_method(encoder_for(tower, method))
+            for tower in towers
+            for method in tower.methods
+        ]
+        for method in self._methods:
+            method.install()
+        self._attached = True
+
+    @property
+    def towers(self) -> list[str]:
+        """Names of what is wrapped."""
+        return [method.encoder.name for method in self._methods]
+
+    def capture(self, graph_pool: Any | None = None) -> int:
+        """Capture the whole ladder of budgets of every encoder now.
+
+        Args:
+            graph_pool: Pool handle to allocate from; by default one of our own.
+
+        Returns:
+            Bytes of device memory that the captures took.
+
+        Raises:
+            CaptureError: An encoder can't be captured.
+        """
+        self._rehearse()
+        managers = [m.manager for m in self._methods if m.manager is not None]
+        total = sum(len(manager.keys_to_capture()) for manager in managers)
+        with tqdm(total=total, desc="capture", disable=not self.config.progress) as bar:
+            return sum(
+                manager.capture(graph_pool, progress=lambda _: bar.update()) for manager in managers
+            )
+
+    def is_captured(self) -> bool:
+        """Whether calls may be replayed."""
+        return any(m.manager is not None and m.manager.is_captured() for m in self._methods)
+
+    def supports_modality(self, modality: str) -> bool:
+        """Whether an encoder of the model takes items of `modality`."""
+        return any(modality in m.encoder.tower.modalities for m in self._methods)
+
+    @torch.no_grad()
+    def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Encode a batch of items of one modality through the model's own feature function.
+
+        Args:
+            mm_kwargs: Arguments of ``get_image_features`` or a sibling of it.
+
+        Returns:
+            One tensor (tokens, D) an item.
+        """
+        return self._features(eager=False).embed_multimodal(**mm_kwargs)
+
+    def runner(self, *, timing: bool = False) -> EncoderRunner:
+        """An :class:`EncoderRunner` over this model, for authors of engines."""
+        device = self._methods[0].encoder.device
+        return EncoderRunner(self._features(eager=True), self, device=device, timing=timing)
+
+    def stats(self) -> EncoderStats:
+        """Counters of all encoders together."""
+        parts = self.stats_by_tower().values()
+        misses: Counter[Reason] = Counter()
+        for part in parts:
+            misses.update(part.misses)
+        return EncoderStats(
+            calls=sum(p.calls for p in parts),
+            hits=sum(p.hits for p in parts),
+            misses=dict(misses),
+            tokens=sum(p.tokens for p in parts),
+            padding=sum(p.padding for p in parts),
+            graphs=tuple(graph for p in parts for graph in p.graphs),
+        )
+
+    def stats_by_tower(self) -> dict[str, EncoderStats]:
+        """Counters of each encoder."""
+        return {
+            m.encoder.name: m.stats.snapshot() if m.manager is None else m.manager.stats()
+            for m in self._methods
+        }
+
+    def report(self) -> str:
+        """A text for people: graphs, hits and misses by reason, padding, memory, capture time."""
+        return render_report(type(self.model).__name__, self.stats_by_tower())
+
+    def clear(self) -> None:
+        """Free all graphs and stay attached."""
+        for method in self._methods:
+            if method.manager is not None:
+                method.manager.clear()
+
+    def detach(self) -> None:
+        """Free all graphs and leave the model as it was; a second call does nothing."""
+        if self._attached:
+            self._attached = False
+            for method in reversed(self._methods):
+                method.remove()
+            self.clear()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def _make_method(self, encoder: TowerEncoder) -> AttachedMethod:
+        problem = encoder.check_placement()
+        if problem is not None:
+            _logger.warning("%s runs in eager mode: %s", encoder.name, problem)
+            return AttachedMethod(encoder, None, Reason.PLACEMENT)
+        device = encoder.device
+        state = EncoderState.build(
+            encoder, self.config, device, encoder.dtype, backend=self._backend(device)
+        )
+        closed = None if state.closed is None else state.closed.reason
+        return AttachedMethod(encoder, state.manager, closed)
+
+    def _backend(self, device: torch.device) -> GraphBackend:
+        if device not in self._backends:
+            self._backends[device] = select_backend(self.config.backend, device)
+        return self._backends[device]
+
+    def _features(self, *, eager: bool) -> FeatureModel:
+        return FeatureModel(self.model, self._methods[0].encoder.tower.modalities, eager=eager)
+
+    def _rehearse(self) -> None:
+        """Let the model call each tower once on an example, to learn with which arguments."""
+        functions = feature_functions(self.model)
+        for encoder in {m.encoder.name: m.encoder for m in self._methods}.values():
+            function = functions.get(encoder.tower.modalities[0])
+            if function is None:
+                continue
+            try:
+                with rehearsal(_stop_at(encoder)), torch.no_grad():
+                    function(**_feature_arguments(function, encoder))
+            except _Rehearsed:
+                continue
+            except Exception as error:  # the model wants more than an example: expect plain calls
+                _logger.info("no rehearsal of %s: %s", encoder.name, error)
+
+
+class _Rehearsed(Exception):
+    """Leaves the model's feature function once the tower was called."""
+
+
+def _stop_at(expected: TowerEncoder) -> Any:
+    def listener(encoder: TowerEncoder, call: dict[str, Any]) -> None:
+        if encoder is expected:
+            try:
+                encoder.rehearse(call)
+            except Refusal as refusal:
+                raise CaptureError(f"{encoder.name} can't be captured: {refusal}") from refusal
+            raise _Rehearsed
+
+    return listener
+
+
+def _feature_arguments(function: Any, encoder: TowerEncoder) -> dict[str, Any]:
+    """The example of a tower under the names of the feature function's parameters."""
+    call = encoder.example_call()
+    names = list(inspect.signature(function).parameters)
+    main = call.pop(encoder.signature.main_input)
+    renamed = {next(n for n in names if n.endswith(name)): v for name, v in call.items()}
+    return {names[0]: main, **renamed}
+
+
+def _module_of(model: Any) -> nn.Module:
+    module = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    if not isinstance(module, nn.Module):
+        raise UnsupportedModelError(
+            f"attach() takes a torch module or a pipeline around one, got {type(model).__name__}"
+        )
+    return module
+
+
+def _refuse_attached(towers: Sequence[Tower]) -> None:
+    for tower in towers:
+        if any(isinstance(tower.module.__dict__.get(m), AttachedMethod) for m in tower.methods):
+            raise ConfigError(
+                f"{tower.name or 'the model'} is attached already: call detach() on the first "
+                "handle before attaching again"
+            )

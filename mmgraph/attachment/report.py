@@ -1,0 +1,33 @@
+"""The report of a handle, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mmgraph.stats import EncoderStats
+
+__all__ = ["render_report"]
+
+
+def render_report(model_name: str, stats: Mapping[str, EncoderStats]) -> str:
+    """Return a few lines a tower: what was served how, and what it cost."""
+    lines = [f"mmgraph on {model_name}"]
+    for name, s in stats.items():
+        lines += ["", f"{name}: {s.calls} calls, {s.items} items"]
+        lines.append(f"  replayed  {s.hits} items in {s.replays} replays{_padding(s)}")
+        lines += [f"  eager     {n} items: {reason.value}" for reason, n in s.misses.items()]
+        if s.graphs:
+            lines.append(
+                f"  graphs    {len(s.graphs)}, {s.graph_bytes / 2**20:.1f} MiB, "
+                f"captured in {s.capture_seconds:.1f} s"
+            )
+        for graph in sorted(s.graphs, key=lambda g: g.key.token_budget):
+            lines.append(
+                f"    {graph.key}: {graph.replays} replays, {graph.num_bytes / 2**20:.1f} MiB"
+            )
+    return "\n".join(lines)
+
+
+def _padding(stats: EncoderStats) -> str:
+    total = stats.tokens + stats.padding
+    return "" if not total else f", {100 * stats.padding / total:.0f} % of {total} tokens padding"

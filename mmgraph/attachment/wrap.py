@@ -1,0 +1,116 @@
+"""The callable that stands in for a tower's method while mmgraph is attached.
+
+It sits in the instance's ``__dict__``, so that the class, its signature and ``state_dict`` stay as
+they are. What a reader would get wrong: a tower's own forward may call another wrapped method
+(timm's forward calls forward_features); inside a call of ours every wrapped method is passed
+straight through, so that nothing is counted, captured or replayed twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from mmgraph.encoders import TowerEncoder, inside_tower
+from mmgraph.manager import EncoderCudaGraphManager
+from mmgraph.stats import StatsRecorder
+from mmgraph.types import Reason, Refusal
+
+__all__ = ["AttachedMethod", "rehearsal"]
+
+_listener: ContextVar[Callable[[TowerEncoder, dict[str, Any]], None] | None] = ContextVar(
+    "mmgraph_listener", default=None
+)
+
+
+@contextmanager
+def rehearsal(listener: Callable[[TowerEncoder, dict[str, Any]], None]) -> Iterator[None]:
+    """Within the block attached towers hand their arguments to `listener` before they run."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+class AttachedMethod:
+    """Calls a tower through its manager, or in eager mode while a gate is closed.
+
+    Attributes:
+        encoder: The tower and the method that is wrapped.
+        manager: Serves the calls, or ``None``.
+        closed: The reason under which items are counted without a manager.
+        stats: Counters without a manager.
+    """
+
+    def __init__(
+        self, encoder: TowerEncoder, manager: EncoderCudaGraphManager | None, closed: Reason | None
+    ) -> None:
+        assert (manager is None) != (closed is None), "either a manager or a reason why not"
+        self.encoder = encoder
+        self.manager = manager
+        self.closed = closed
+        self.stats = StatsRecorder()
+        self._before: Any = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped tower."""
+        return self.encoder.tower.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        encoder = self.encoder
+        if inside_tower():
+            return encoder.forward(*args, **kwargs)
+        try:
+            call = encoder.signature.bind(args, kwargs)
+        except Refusal:
+            return encoder.forward(*args, **kwargs)  # raises Python's own TypeError
+        listener = _listener.get()
+        if listener is not None:
+            listener(encoder, call)
+        if self.manager is not None:
+            return self.manager.run(call)
+        assert self.closed is not None
+        self.stats.called()
+        self.stats.missed(self.closed, self._num_items(call))
+        return encoder.forward(**call)
+
+    def install(self) -> None:
+        """Put this in the place of the method."""
+        method = self.encoder.method
+        self._before = self.module.__dict__.get(method)
+        self.module.__dict__[method] = self
+
+    def remove(self) -> None:
+        """Put back what was there before."""
+        method = self.encoder.method
+        if self.module.__dict__.get(method) is not self:
+            return  # somebody wrapped over us or took us off: theirs to keep
+        if self._before is None:
+            del self.module.__dict__[method]
+        else:
+            self.module.__dict__[method] = self._before
+
+    def _num_items(self, call: dict[str, Any]) -> int:
+        try:
+            return len(self.encoder.item_specs(call).items)
+        except Refusal as refusal:
+            return refusal.num_items
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the tower is a tower without graphs."""
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        twin = memo.get(id(self.module), self.module)
+        return MethodType(getattr(type(self.module), self.encoder.method), twin)
+
+    def __reduce__(self) -> Any:
+        """A tower read from a pickle is a tower without graphs."""
+        return (getattr, (self.module, self.encoder.method))

@@ -1,0 +1,97 @@
+"""Calls of a tower's forward as data: arguments by name, and what of them a capture bakes in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmgraph.types import Reason, Refusal
+
+__all__ = ["CallSignature", "TowerCall", "TowerSignature"]
+
+_NO_DEFAULT = object()
+
+TowerCall = Mapping[str, Any]
+"""Arguments of one call of a tower, by name."""
+
+
+class TowerSignature:
+    """The parameters of a forward, read once so that binding a call costs a dict."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        parameters = list(inspect.signature(forward).parameters.values())
+        kinds = inspect.Parameter
+        positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        self.names = tuple(p.name for p in parameters if p.kind in positional)
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @property
+    def main_input(self) -> str:
+        """Name of the first parameter."""
+        return self.names[0]
+
+    def is_default(self, name: str, value: Any) -> bool:
+        """Whether giving `value` for the parameter `name` is the same as leaving it out."""
+        default = self._defaults.get(name, _NO_DEFAULT)
+        return value is default or (type(value) is type(default) and value == default)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name; only those that were given.
+
+        Raises:
+            Refusal: More positional arguments than parameters; eager mode gives Python's error.
+        """
+        if not args:
+            return kwargs
+        if len(args) > len(self.names):
+            raise Refusal(Reason.UNSUPPORTED_CALL)
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """What a capture of a call bakes in besides its sizes.
+
+    Attributes:
+        tensors: Name, trailing shape and dtype of each tensor.
+        constants: Name and frozen value of each other argument.
+        flags: Values of the config's switches that change the outputs.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    constants: tuple[tuple[str, Hashable], ...]
+    flags: tuple[Hashable, ...]
+
+
+_FLAGS = ("output_hidden_states", "output_attentions", "return_dict")
+
+
+def config_flags(config: Any) -> tuple[Hashable, ...]:
+    """Values of the config's switches that change what a forward returns."""
+    return tuple(freeze(getattr(config, flag, None)) for flag in _FLAGS)
+
+
+def freeze(value: Any) -> Hashable:
+    """Return `value` as something hashable.
+
+    Raises:
+        Refusal: It is no plain constant.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, tuple(freeze(v) for v in value))
+    raise Refusal(Reason.UNSUPPORTED_CALL, detail=f"an argument of type {type(value).__name__}")
+
+
+def thaw(value: Hashable) -> Any:
+    """Undo :func:`freeze`."""
+    if isinstance(value, tuple):
+        name, values = value
+        items = [thaw(v) for v in values]
+        return items if name == "list" else tuple(items)
+    return value

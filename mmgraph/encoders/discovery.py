@@ -1,0 +1,92 @@
+"""Finding the towers of a model by what their forward takes, not by a list of models.
+
+A tower is the outermost module whose forward takes pixels or audio features and no text:
+
+* ``forward(hidden_states, grid_thw, ...)`` is a packed tower (Qwen-VL, GLM-V and their kin),
+* ``forward(pixel_values | input_features | input_values, ...)`` is a rows tower,
+* a timm model is a rows tower with several entry points.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+__all__ = ["Tower", "find_towers"]
+
+_TEXT_INPUTS = frozenset({"input_ids", "decoder_input_ids", "inputs_embeds"})
+_VISION_INPUTS = frozenset({"pixel_values"})
+_AUDIO_INPUTS = frozenset({"input_features", "input_values"})
+_TIMM_METHODS = ("forward", "forward_features")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tower:
+    """An encoder inside a model.
+
+    Attributes:
+        name: Path of the module in the model, "" for the model itself.
+        module: The encoder.
+        layout: "packed" or "rows".
+        modalities: Of "image", "video", "audio".
+        methods: Methods of the module through which it is called; all take the same first argument.
+    """
+
+    name: str
+    module: nn.Module
+    layout: Literal["rows", "packed"]
+    modalities: tuple[str, ...]
+    methods: tuple[str, ...] = ("forward",)
+
+
+def find_towers(model: nn.Module) -> list[Tower]:
+    """Return the towers of `model`, outermost first; none of them lies inside another."""
+    if _is_timm(model):
+        return [Tower("", model, "rows", ("image",), _TIMM_METHODS)]
+    towers: list[Tower] = []
+    for name, module in model.named_modules():
+        if any(t.name == "" or name.startswith(f"{t.name}.") for t in towers):
+            continue
+        tower = _as_tower(name, module, model)
+        if tower is not None:
+            towers.append(tower)
+    return towers
+
+
+def _as_tower(name: str, module: nn.Module, model: nn.Module) -> Tower | None:
+    if not hasattr(module, "config"):  # every PreTrainedModel has one; layers are not looked at
+        return None
+    parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+    if not _is_pretrained(module) or _TEXT_INPUTS.intersection(parameters):
+        return None
+    if "grid_thw" in parameters:
+        return Tower(name, module, "packed", _vision_modalities(model))
+    first = parameters[0] if parameters else ""
+    if first in _AUDIO_INPUTS:
+        return Tower(name, module, "rows", ("audio",))
+    if first in _VISION_INPUTS and not (_has_loss(parameters) and _inner_tower(module)):
+        return Tower(name, module, "rows", _vision_modalities(model))
+    return None
+
+
+def _has_loss(parameters: list[str]) -> bool:
+    return "labels" in parameters
+
+
+def _inner_tower(module: nn.Module) -> bool:
+    return any(_as_tower(n, m, module) for n, m in module.named_modules() if n)
+
+
+def _vision_modalities(model: nn.Module) -> tuple[str, ...]:
+    return ("image", "video") if hasattr(model, "get_video_features") else ("image",)
+
+
+def _is_pretrained(module: Any) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+
+
+def _is_timm(model: nn.Module) -> bool:
+    return hasattr(model, "forward_features") and hasattr(model, "pretrained_cfg")

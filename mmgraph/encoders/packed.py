@@ -1,0 +1,217 @@
+"""The packed layout: patches of all items end to end, attention within segments."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmgraph.encoders.calls import CallSignature
+from mmgraph.encoders.discovery import Tower
+from mmgraph.encoders.metadata import Grid, PackedMetadata
+from mmgraph.encoders.rows import runs
+from mmgraph.encoders.tower import TowerEncoder
+from mmgraph.errors import UnsupportedModelError
+from mmgraph.ops import VARLEN_ATTENTION, register_varlen_attention
+from mmgraph.types import (
+    BufferSpec,
+    EncoderBatch,
+    EncoderFacts,
+    EncoderItemSpec,
+    GraphKey,
+    Reason,
+    Refusal,
+)
+
+__all__ = ["PackedEncoder", "read_grids_on_host"]
+
+_GRID = "grid_thw"
+_METADATA = "metadata"
+_CACHED_METADATA = 64
+_DEFAULT_MAX_TOKENS = 16384
+
+
+class PackedEncoder(TowerEncoder):
+    """A tower called as ``tower(patches (T, ...), grid_thw (B, 3), ...)``."""
+
+    def __init__(self, tower: Tower, method: str = "forward") -> None:
+        super().__init__(tower, method)
+        self.metadata = PackedMetadata(tower.module)
+        self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encoder_facts(self) -> EncoderFacts:
+        merge = self.metadata.merge_size
+        return EncoderFacts(
+            name=self.name,
+            modalities=self.tower.modalities,
+            layout="packed",
+            token_granularity=merge * merge,
+            min_tokens=64 * merge * merge,
+            max_tokens=_DEFAULT_MAX_TOKENS,
+            eager_returns="tree",
+            examples=self._examples,
+        )
+
+    def example_call(self) -> dict[str, Any]:
+        shape = _patch_shape(self.tower.module)
+        if shape is None:
+            raise UnsupportedModelError(
+                f"{self.name} has no convolution or linear layer that takes its patches: call it "
+                "once with real inputs (capture='lazy'), then capture() knows them"
+            )
+        side = 4 * self.metadata.merge_size
+        patches = torch.randn(side * side, *shape, device=self.device, dtype=self.dtype)
+        return {self.signature.main_input: patches, _GRID: torch.tensor([[1, side, side]])}
+
+    def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
+        main, grid = mm_kwargs[self.signature.main_input], mm_kwargs[_GRID]
+        grids = read_grids_on_host(grid)
+        offsets = _offsets(grids)
+        pieces = [main[offsets[i] : offsets[i + 1]] for i in items]
+        chosen = torch.tensor([grids[i] for i in items], dtype=torch.int64)
+        device = grid.device if isinstance(grid, torch.Tensor) else main.device
+        return {
+            **mm_kwargs,
+            self.signature.main_input: torch.cat(pieces),
+            _GRID: chosen.to(device, non_blocking=True),
+        }
+
+    def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]:
+        assert isinstance(key.signature, CallSignature)
+        ((name, shape, dtype),) = key.signature.tensors
+        example = torch.from_numpy(self.metadata.example(key))
+        return {
+            name: BufferSpec((key.token_budget, *shape), dtype),
+            _METADATA: BufferSpec(tuple(example.shape), torch.uint8, example),
+        }
+
+    def replay_inputs(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, items: Sequence[int], key: GraphKey
+    ) -> dict[str, Sequence[torch.Tensor]]:
+        main = mm_kwargs[self.signature.main_input]
+        if len(items) == len(batch.items):
+            pieces = [main]
+        else:
+            offsets = _offsets([item.geometry for item in batch.items])
+            pieces = [main[offsets[a] : offsets[b]] for a, b in runs(items)]
+        grids = tuple(batch.items[i].geometry for i in items)
+        return {self.signature.main_input: pieces, _METADATA: [self._upload(grids, key)]}
+
+    def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
+        main = self.signature.main_input
+        with _attention_implementation(self.tower.module, VARLEN_ATTENTION):
+            return self.forward(
+                **{main: buffers[main]},
+                **self.metadata.kwargs(buffers[_METADATA], key),
+                **self._constants(key),
+            )
+
+    def _read_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        main, grid = mm_kwargs.get(self.signature.main_input), mm_kwargs.get(_GRID)
+        if not isinstance(main, torch.Tensor) or main.dim() < 2 or grid is None:
+            raise Refusal(Reason.UNSUPPORTED_CALL, detail="no patches or no grid_thw")
+        grids = read_grids_on_host(grid)
+        batch = EncoderBatch(tuple(self._item(tuple(g)) for g in grids))
+        if sum(item.num_tokens for item in batch.items) != main.shape[0]:
+            raise Refusal(Reason.INVALID_INPUT, batch)
+        tensors = [n for n, v in mm_kwargs.items() if isinstance(v, torch.Tensor) and n != _GRID]
+        if tensors != [self.signature.main_input]:
+            raise Refusal(Reason.UNSUPPORTED_CALL, batch, f"tensors besides the patches: {tensors}")
+        try:
+            signature = self._call_signature(mm_kwargs, tensors, frozenset({_GRID}))
+        except Refusal as refusal:
+            raise Refusal(refusal.reason, batch, str(refusal)) from None
+        if dict(signature.constants).get("output_attentions") or signature.flags[1]:
+            raise Refusal(Reason.UNSUPPORTED_CALL, batch, "packed attention gives no weights")
+        return EncoderBatch(batch.items, signature)
+
+    def _item(self, grid: Grid) -> EncoderItemSpec:
+        spec = self.metadata.item(grid)
+        if spec is None:
+            raise Refusal(Reason.INVALID_INPUT, detail=f"a grid of {grid}")
+        return spec
+
+    def _upload(self, grids: tuple[Grid, ...], key: GraphKey) -> torch.Tensor:
+        """Metadata of `grids` on the tower's device: one pinned copy, remembered for next time."""
+        with self._lock:
+            known = self._uploaded.get((grids, key))
+            if known is not None:
+                self._uploaded.move_to_end((grids, key))
+                return known
+        device = self.device
+        host = torch.empty(
+            self.metadata.num_bytes(key), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        self.metadata.fill(host.numpy(), grids, key)
+        uploaded = host.to(device, non_blocking=True)
+        with self._lock:
+            self._uploaded[grids, key] = uploaded
+            if len(self._uploaded) > _CACHED_METADATA:
+                self._uploaded.popitem(last=False)
+        return uploaded
+
+    def _examples(self, budget: int, max_items: int) -> Sequence[EncoderBatch]:
+        """One square image, and one of over half the budget among as many small ones as fit."""
+        signature, merge = self.example_signature(), self.metadata.merge_size
+        examples = [EncoderBatch((self._item(_square_grid(budget, merge)),), signature)]
+        large = self._item(_square_grid(budget * 5 // 8, merge))
+        others = min(max_items - 1, (budget - large.num_tokens) // (merge * merge))
+        if others > 0:
+            small = self._item(_square_grid((budget - large.num_tokens) // others, merge))
+            examples.append(EncoderBatch((large, *(small,) * others), signature))
+        return examples
+
+
+def read_grids_on_host(grid: Any) -> list[list[int]]:
+    """Return a grid tensor (B, 3) as ints: free on the CPU, the one sync of a call on a GPU."""
+    if isinstance(grid, torch.Tensor):
+        grids: list[list[int]] = grid.tolist()
+        return grids if grid.dim() == 2 else [grids]  # type: ignore[list-item]
+    return [[int(n) for n in row] for row in grid]
+
+
+def _offsets(grids: Sequence[Sequence[int]]) -> list[int]:
+    offsets = [0]
+    for t, h, w in grids:
+        offsets.append(offsets[-1] + t * h * w)
+    return offsets
+
+
+def _square_grid(tokens: int, merge: int) -> Grid:
+    """The most square image grid of at most `tokens` patches."""
+    groups = max(1, tokens // (merge * merge))
+    height = max(1, int(groups**0.5))
+    return (1, height * merge, (groups // height) * merge)
+
+
+def _patch_shape(module: nn.Module) -> tuple[int, ...] | None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv3d):
+            return (layer.weight[0].numel(),)
+        if isinstance(layer, nn.Conv2d):
+            return tuple(layer.weight.shape[1:])
+        if isinstance(layer, nn.Linear):
+            return (layer.in_features,)
+    return None
+
+
+@contextmanager
+def _attention_implementation(module: nn.Module, name: str) -> Iterator[None]:
+    """Let every config in `module` name the attention function `name` for the time being."""
+    register_varlen_attention()
+    found: Iterator[Any] = (getattr(m, "config", None) for m in module.modules())
+    configs = {id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}
+    before = {key: c._attn_implementation_internal for key, c in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]

@@ -1,0 +1,158 @@
+"""The rows layout: B independent rows, such as fixed-size images, tiles, frames or mel windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmgraph.encoders.calls import CallSignature
+from mmgraph.encoders.tower import TowerEncoder
+from mmgraph.errors import UnsupportedModelError
+from mmgraph.types import (
+    BufferSpec,
+    EncoderBatch,
+    EncoderFacts,
+    EncoderItemSpec,
+    GraphKey,
+    Reason,
+    Refusal,
+)
+
+__all__ = ["RowsEncoder"]
+
+
+class RowsEncoder(TowerEncoder):
+    """A tower whose tensors all have one entry a row in dimension 0, inputs and outputs alike."""
+
+    def encoder_facts(self) -> EncoderFacts:
+        tokens = self._tokens_per_row()
+        return EncoderFacts(
+            name=self.name,
+            modalities=self.tower.modalities,
+            layout="rows",
+            tokens_per_row=tokens,
+            token_granularity=tokens,
+            min_tokens=tokens,
+            max_tokens=32 * tokens,
+            eager_returns="tree",
+            examples=self._examples,
+        )
+
+    def example_call(self) -> dict[str, Any]:
+        shape = _row_shape(self.tower.module)
+        if shape is None:
+            raise UnsupportedModelError(
+                f"the input size of {self.name} can't be read off its config: call it once with "
+                "real inputs (capture='lazy'), then capture() knows it"
+            )
+        row = torch.randn(1, *shape, device=self.device, dtype=self.dtype)
+        return {self.signature.main_input: row}
+
+    def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
+        return {
+            name: value[list(items)] if isinstance(value, torch.Tensor) else value
+            for name, value in mm_kwargs.items()
+        }
+
+    def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]:
+        assert isinstance(key.signature, CallSignature)
+        rows = key.token_budget // self._tokens_per_row()
+        return {
+            name: BufferSpec((rows, *shape), dtype) for name, shape, dtype in key.signature.tensors
+        }
+
+    def replay_inputs(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, items: Sequence[int], key: GraphKey
+    ) -> dict[str, Sequence[torch.Tensor]]:
+        assert isinstance(key.signature, CallSignature)
+        names = [name for name, _, _ in key.signature.tensors]
+        return {name: [mm_kwargs[name][a:b] for a, b in runs(items)] for name in names}
+
+    def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
+        return self.forward(**buffers, **self._constants(key))
+
+    def _read_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        main = mm_kwargs.get(self.signature.main_input)
+        if not isinstance(main, torch.Tensor) or main.dim() < 2:
+            raise Refusal(Reason.UNSUPPORTED_CALL, detail=f"no {self.signature.main_input}")
+        num_rows = main.shape[0]
+        batch = EncoderBatch((EncoderItemSpec(self._tokens_per_row()),) * num_rows)
+        tensors = [name for name, value in mm_kwargs.items() if isinstance(value, torch.Tensor)]
+        for name in tensors:
+            value = mm_kwargs[name]
+            if value.dim() == 0 or value.shape[0] != num_rows:
+                raise Refusal(
+                    Reason.UNSUPPORTED_CALL, batch, f"{name} does not have one entry a row"
+                )
+            if value.device != main.device:
+                raise Refusal(Reason.DEVICE, batch)
+        try:
+            signature = self._call_signature(mm_kwargs, tensors, frozenset())
+        except Refusal as refusal:
+            raise Refusal(refusal.reason, batch, str(refusal)) from None
+        return EncoderBatch(batch.items, signature)
+
+    def _examples(self, budget: int, max_items: int) -> Sequence[EncoderBatch]:
+        tokens = self._tokens_per_row()
+        rows = (EncoderItemSpec(tokens),) * max(1, budget // tokens)
+        return [EncoderBatch(rows, self.example_signature())]
+
+    def _tokens_per_row(self) -> int:
+        if self._tokens is None:
+            self._tokens = _tokens_of(self.tower.module)
+        return self._tokens
+
+    _tokens: int | None = None
+
+
+def runs(items: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the half-open ranges of consecutive numbers in the ascending `items`."""
+    ranges: list[tuple[int, int]] = []
+    for item in items:
+        if ranges and ranges[-1][1] == item:
+            ranges[-1] = (ranges[-1][0], item + 1)
+        else:
+            ranges.append((item, item + 1))
+    return ranges
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, int):
+        return (value, value)
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        return (int(value[0]), int(value[1]))
+    return None
+
+
+def _row_shape(module: nn.Module) -> tuple[int, ...] | None:
+    config = getattr(module, "config", None)
+    pretrained = getattr(module, "pretrained_cfg", None)
+    if config is None and pretrained:
+        size = _pair(getattr(getattr(module, "patch_embed", None), "img_size", None))
+        _, height, width = pretrained.get("input_size") or (3, 224, 224)
+        return (getattr(module, "in_chans", 3), *(size or (height, width)))
+    size = _pair(getattr(config, "image_size", None))
+    if size is not None:
+        return (int(getattr(config, "num_channels", 3)), *size)
+    mels, positions = (getattr(config, a, None) for a in ("num_mel_bins", "max_source_positions"))
+    if isinstance(mels, int) and isinstance(positions, int):
+        return (mels, 2 * positions)  # Whisper and its kin: a convolution of stride 2
+    return None
+
+
+def _tokens_of(module: nn.Module) -> int:
+    """Tokens of a row as far as the config tells: for budgets and reports, never for shapes."""
+    config = getattr(module, "config", None)
+    shape = _row_shape(module)
+    embed = getattr(module, "patch_embed", None)
+    patch = _pair(getattr(config, "patch_size", None) or getattr(embed, "patch_size", None))
+    if shape is None:
+        return 1
+    if len(shape) == 2:
+        return max(1, shape[1] // 2)
+    if patch is None:
+        return 1
+    return max(1, (shape[1] // patch[0]) * (shape[2] // patch[1]))

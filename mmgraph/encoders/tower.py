@@ -1,0 +1,191 @@
+"""What rows and packed towers have in common: mode checks, eager calls, captured calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
+from mmgraph.encoders.discovery import Tower
+from mmgraph.encoders.placement import main_device, main_dtype, placement_problem
+from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
+
+__all__ = ["TowerEncoder", "eager_towers", "encoder_for", "inside_tower"]
+
+_inside: ContextVar[bool] = ContextVar("mmgraph_inside_tower", default=False)
+
+
+def inside_tower() -> bool:
+    """Whether a tower is being run by mmgraph, so that wrapped methods in it pass through."""
+    return _inside.get()
+
+
+@contextmanager
+def eager_towers() -> Iterator[None]:
+    """Within the block attached towers run in eager mode, uncounted."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+class TowerEncoder(ABC):
+    """A tower, called through one of its methods, as ``SupportsEncoderCudaGraph``.
+
+    `mm_kwargs` are the arguments of that method, by name.
+
+    Attributes:
+        tower: The tower.
+        method: Name of the method.
+        signature: Parameters of the method.
+    """
+
+    def __init__(self, tower: Tower, method: str = "forward") -> None:
+        self.tower = tower
+        self.method = method
+        self._original: Callable[..., Any] = getattr(tower.module, method)
+        self.signature = TowerSignature(self._original)
+        self._config = getattr(tower.module, "config", None)
+        self._example_signature: CallSignature | None = None
+
+    @property
+    def name(self) -> str:
+        """Path of the tower and, if it isn't forward, the method."""
+        path = self.tower.name or type(self.tower.module).__name__
+        return path if self.method == "forward" else f"{path}.{self.method}"
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tower's weights."""
+        return main_device(self.tower.module)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tower's weights."""
+        return main_dtype(self.tower.module)
+
+    @abstractmethod
+    def encoder_facts(self) -> EncoderFacts: ...
+
+    @abstractmethod
+    def example_call(self) -> dict[str, Any]:
+        """Arguments of a small valid call, with random contents.
+
+        Raises:
+            UnsupportedModelError: The input shape can't be read off the tower.
+        """
+
+    @abstractmethod
+    def select_items(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[int]
+    ) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]: ...
+
+    @abstractmethod
+    def replay_inputs(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, items: Sequence[int], key: GraphKey
+    ) -> dict[str, Sequence[torch.Tensor]]: ...
+
+    @abstractmethod
+    def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any: ...
+
+    @abstractmethod
+    def _read_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        """Sizes and signature of a call, whatever mode the tower is in."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as it was when the encoder was made, in eager mode."""
+        with eager_towers():
+            return self._original(*args, **kwargs)
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> Any:
+        """Call the tower in eager mode and return its own output."""
+        return self.forward(**mm_kwargs)
+
+    def item_specs(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        """Read the items of a call.
+
+        Raises:
+            Refusal: No graph can serve it.
+        """
+        batch = self._read_items(mm_kwargs)
+        if not batch.items:
+            raise Refusal(Reason.NO_ITEMS, batch)
+        reason = self._mode_reason(mm_kwargs)
+        if reason is not None:
+            raise Refusal(reason, batch)
+        return batch
+
+    def rehearse(self, mm_kwargs: Mapping[str, Any]) -> None:
+        """Take `mm_kwargs` as what calls look like, so that ``capture()`` records that kind."""
+        signature = self._read_items(mm_kwargs).signature
+        assert isinstance(signature, CallSignature)
+        self._example_signature = signature
+
+    def example_signature(self) -> CallSignature:
+        """Signature of the calls to expect.
+
+        Raises:
+            UnsupportedModelError: The input shape can't be read off the tower.
+        """
+        if self._example_signature is None:
+            self.rehearse(self.example_call())
+        assert self._example_signature is not None
+        return self._example_signature
+
+    def check_placement(self) -> str | None:
+        """Say why no graph can use the tower's weights where they are, or ``None``."""
+        return placement_problem(self.tower.module)
+
+    def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
+        module = self.tower.module
+        main = mm_kwargs[self.signature.main_input]
+        if torch.compiler.is_compiling():
+            return Reason.COMPILING
+        if module.training:
+            return Reason.TRAINING
+        if torch.is_grad_enabled() and (
+            main.requires_grad or any(p.requires_grad for p in module.parameters())
+        ):
+            return Reason.GRAD
+        if torch.is_autocast_enabled(main.device.type):
+            return Reason.AUTOCAST
+        if main.device != self.device:
+            return Reason.PLACEMENT if self.device.type == "meta" else Reason.DEVICE
+        return None if main.dtype.is_floating_point else Reason.DTYPE
+
+    def _call_signature(
+        self, mm_kwargs: Mapping[str, Any], tensors: Sequence[str], left_out: frozenset[str]
+    ) -> CallSignature:
+        return CallSignature(
+            tensors=tuple((n, tuple(mm_kwargs[n].shape[1:]), mm_kwargs[n].dtype) for n in tensors),
+            constants=tuple(
+                (name, freeze(value))
+                for name, value in sorted(mm_kwargs.items())
+                if name not in tensors
+                and name not in left_out
+                and not self.signature.is_default(name, value)
+            ),
+            flags=config_flags(self._config),
+        )
+
+    @staticmethod
+    def _constants(key: GraphKey) -> dict[str, Any]:
+        assert isinstance(key.signature, CallSignature)
+        return {name: thaw(value) for name, value in key.signature.constants}
+
+
+def encoder_for(tower: Tower, method: str = "forward") -> TowerEncoder:
+    """Return the encoder for the layout of `tower`."""
+    from mmgraph.encoders.packed import PackedEncoder
+    from mmgraph.encoders.rows import RowsEncoder
+
+    return {"packed": PackedEncoder, "rows": RowsEncoder}[tower.layout](tower, method)

@@ -1,0 +1,372 @@
+"""`EncoderCudaGraphManager`: captures an encoder for several budgets and serves calls from them.
+
+The way of a call::
+
+    item_specs -> plan -> for each replay: load buffers, replay -> collect in the order of the call
+                       `-> for the rest: embed_multimodal, with a counted reason
+
+The rule: what a replay returns lives in the shared pool until the next replay, so it is copied
+out before the lock is given up. Outputs belong to the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from mmgraph.config import GraphConfig
+from mmgraph.env import debug_enabled
+from mmgraph.errors import CaptureError, ConfigError, UnsupportedModelError
+from mmgraph.graphs import (
+    BufferArena,
+    CapturedGraph,
+    GraphBackend,
+    StaticBuffers,
+    freeze_gc_for_cudagraph_capture,
+    select_backend,
+)
+from mmgraph.log import WarnOnce, get_logger
+from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
+from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
+from mmgraph.policy import Bin, ladder, segment_tier
+from mmgraph.protocol import SupportsEncoderCudaGraph, supports_encoder_cudagraph
+from mmgraph.stats import EncoderStats, GraphRecord, StatsRecorder
+from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
+
+__all__ = ["EncoderCudaGraphManager"]
+
+_logger = get_logger(__name__)
+_DEFAULT_ROWS = (1, 2, 4, 8, 16, 32)
+_DEFAULT_BUDGETS = 16
+_CACHED_PLANS = 256
+
+
+class _Entry:
+    """A captured graph with all that belongs to it."""
+
+    def __init__(
+        self, graph: CapturedGraph, buffers: StaticBuffers, layout: OutputLayout, seconds: float
+    ) -> None:
+        self.graph = graph
+        self.buffers = buffers
+        self.layout = layout
+        self.seconds = seconds
+
+
+class EncoderCudaGraphManager:
+    """Serves an encoder's calls from captured graphs, and in eager mode where there is none.
+
+    Args:
+        config: What the user wants.
+        device: Device of the encoder.
+        dtype: Dtype of the encoder's weights; for reports.
+        model: The encoder.
+        backend: Backend to share with other managers of the same device; made by default.
+
+    Raises:
+        UnsupportedModelError: `model` doesn't implement ``SupportsEncoderCudaGraph``.
+        ConfigError: The budgets don't fit the encoder, or the backend the device.
+    """
+
+    def __init__(
+        self,
+        config: GraphConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        model: SupportsEncoderCudaGraph,
+        *,
+        backend: GraphBackend | None = None,
+    ) -> None:
+        if not supports_encoder_cudagraph(model):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} doesn't implement SupportsEncoderCudaGraph: implement its "
+                "methods, or use mmgraph.attach() for a model of transformers or timm"
+            )
+        self.config = config
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.model = model
+        self.facts: EncoderFacts = model.encoder_facts()
+        self.backend = backend or select_backend(config.backend, self.device)
+        self.budgets = _budgets(config, self.facts)
+        self._planner = Planner(self.budgets)
+        self._entries: dict[GraphKey, _Entry] = {}
+        self._failed: dict[GraphKey, Reason] = {}
+        self._arenas: dict[Hashable, BufferArena] = {}
+        self._plans: OrderedDict[EncoderBatch, Plan] = OrderedDict()
+        self._stats = StatsRecorder()
+        self._warn_once = WarnOnce(_logger)
+        self._lock = threading.RLock()
+        self._serving = config.capture == "lazy"
+
+    def is_captured(self) -> bool:
+        """Whether ``execute`` may replay: something is captured, or may be on first use."""
+        return self._serving
+
+    def supports_modality(self, modality: str) -> bool:
+        """Whether the encoder takes items of `modality`."""
+        return modality in self.facts.modalities
+
+    def capture(
+        self, graph_pool: Any | None = None, progress: Callable[[GraphKey], None] | None = None
+    ) -> int:
+        """Capture every budget up front, the largest first, with the collector frozen.
+
+        Args:
+            graph_pool: Pool handle to allocate from; by default one of the backend's own.
+            progress: Called with each key before its capture.
+
+        Returns:
+            Bytes of device memory that the captures took.
+
+        Raises:
+            CaptureError: Not one of the graphs could be captured; the first failure is named.
+        """
+        keys = self.keys_to_capture()
+        with self._lock:
+            self.backend.use_pool(graph_pool)
+            before = sum(entry.graph.num_bytes for entry in self._entries.values())
+            with freeze_gc_for_cudagraph_capture():
+                for key in keys:
+                    if len(self._entries) >= self.config.max_graphs:
+                        break
+                    if progress is not None:
+                        progress(key)
+                    self._failed.pop(key, None)
+                    error = self._try_capture(key)
+                    if error is not None and not self._entries:
+                        raise error
+            self._serving = True
+            num_bytes = sum(entry.graph.num_bytes for entry in self._entries.values()) - before
+            _logger.info(
+                "%s: %d graphs captured, %.1f MiB", self.facts.name, len(keys), num_bytes / 2**20
+            )
+            return num_bytes
+
+    def keys_to_capture(self) -> list[GraphKey]:
+        """Keys that ``capture()`` records and that aren't captured yet, the largest first."""
+        keys: dict[GraphKey, None] = {}
+        for budget in reversed(self.budgets):
+            for batch in self.facts.examples(budget, self.config.max_items):
+                items = tuple(range(len(batch.items)))
+                keys[self._planner.key_for(batch, Bin(items, budget))] = None
+        return [key for key in keys if key not in self._entries]
+
+    def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Encode the items of a call.
+
+        Args:
+            mm_kwargs: Arguments of the encoder for one modality.
+
+        Returns:
+            The encoder's first output by item, in the order of the call.
+        """
+        output, batch, layout = self._serve(mm_kwargs)
+        if layout is None and self.facts.eager_returns == "items":
+            return list(output)
+        first = flatten_outputs(output)[0]
+        if batch is None:  # a call that couldn't be read, but that eager mode could run
+            return [first]
+        if layout is None:
+            num_tokens = sum(item.num_tokens for item in batch.items)
+            layout, _ = self._record(output, num_tokens)
+        return layout.split(first, batch)
+
+    def run(self, mm_kwargs: Mapping[str, Any]) -> Any:
+        """Like :meth:`execute`, but return what the encoder itself would return for the call."""
+        return self._serve(mm_kwargs)[0]
+
+    def clear(self) -> None:
+        """Free every graph and buffer; lazily captured ones come back on use."""
+        with self._lock:
+            for entry in self._entries.values():
+                entry.graph.close()
+            self._stats.forget(list(self._entries))
+            self._entries.clear()
+            self._arenas.clear()
+            self._failed.clear()
+            self._plans.clear()
+            self._serving = self.config.capture == "lazy"
+
+    def stats(self) -> EncoderStats:
+        """Counters and graphs as they are now."""
+        with self._lock:
+            records = tuple(
+                GraphRecord(key, self._stats.replays(key), entry.graph.num_bytes, entry.seconds)
+                for key, entry in self._entries.items()
+            )
+            return self._stats.snapshot(records)
+
+    def memory_by_graph(self) -> dict[GraphKey, int]:
+        """Device memory of each graph in bytes."""
+        return {record.key: record.num_bytes for record in self.stats().graphs}
+
+    def refuse(self, mm_kwargs: Mapping[str, Any], reason: Reason) -> Any:
+        """Run a call in eager mode and count its items under `reason`."""
+        self._stats.called()
+        try:
+            batch: EncoderBatch | None = self.model.item_specs(mm_kwargs)
+        except Refusal as refusal:
+            batch = refusal.batch
+        return self._run_eagerly(mm_kwargs, Refusal(reason, batch))
+
+    def _serve(
+        self, mm_kwargs: Mapping[str, Any]
+    ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
+        self._stats.called()
+        try:
+            batch = self.model.item_specs(mm_kwargs)
+            if self.backend.busy():
+                raise Refusal(Reason.COMPILING, batch)
+        except Refusal as refusal:
+            return self._run_eagerly(mm_kwargs, refusal), refusal.batch, None
+        with self._lock:
+            plan = self._plan(batch)
+            if plan.replays:
+                layout, tensors = self._run_plan(mm_kwargs, batch, plan)
+                return layout.build(tensors), batch, layout
+        for part in plan.eager:
+            self._stats.missed(part.reason, len(part.items))
+        return self.model.embed_multimodal(**mm_kwargs), batch, None
+
+    def _run_eagerly(self, mm_kwargs: Mapping[str, Any], refusal: Refusal) -> Any:
+        self._stats.missed(refusal.reason, refusal.num_items)
+        return self.model.embed_multimodal(**mm_kwargs)
+
+    def _plan(self, batch: EncoderBatch) -> Plan:
+        """A plan whose replays are all captured; captures what it needs where that is allowed."""
+        known = self._plans.get(batch)
+        if known is not None:
+            return known
+        while True:
+            plan = self._planner.plan(batch, self._graphs())
+            missing = {r.key for r in plan.replays if r.key not in self._entries}
+            if not missing:
+                break
+            for key in sorted(missing, key=lambda k: -k.token_budget):
+                if len(self._entries) < self.config.max_graphs:
+                    self._try_capture(key)
+        self._plans[batch] = plan
+        if len(self._plans) > _CACHED_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _graphs(self) -> Graphs:
+        lazy = self.config.capture == "lazy"
+        room = len(self._entries) < self.config.max_graphs
+        missing = Reason.GRAPH_LIMIT if lazy and not room else Reason.NOT_CAPTURED
+        return Graphs(self._entries.keys(), self._failed, lazy and room, missing)
+
+    @torch.no_grad()
+    def _run_plan(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, plan: Plan
+    ) -> tuple[OutputLayout, list[torch.Tensor]]:
+        layout = self._entries[plan.replays[0].key].layout
+        collector = Collector(layout, batch)
+        for part in plan.eager:
+            self._stats.missed(part.reason, len(part.items))
+            output = self.model.embed_multimodal(**self.model.select_items(mm_kwargs, part.items))
+            collector.add(part.items, self._eager_tensors(output))
+        with self.backend.ordered():
+            for replay in plan.replays:
+                collector.add(replay.items, self._replay(mm_kwargs, batch, replay))
+        return layout, collector.results
+
+    def _replay(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, replay: Replay
+    ) -> list[torch.Tensor]:
+        entry = self._entries[replay.key]
+        if debug_enabled():
+            entry.buffers.check_addresses()
+        entry.buffers.load(self.model.replay_inputs(mm_kwargs, batch, replay.items, replay.key))
+        tensors = entry.graph.replay()
+        num_tokens = sum(batch.items[i].num_tokens for i in replay.items)
+        self._stats.replayed(replay.key, len(replay.items), num_tokens)
+        return tensors
+
+    def _eager_tensors(self, output: Any) -> list[torch.Tensor]:
+        if self.facts.eager_returns == "items":
+            return [torch.cat(list(output))]
+        return flatten_outputs(output)
+
+    def _try_capture(self, key: GraphKey) -> CaptureError | None:
+        """Capture `key`; on failure remember that, warn once and return the error."""
+        try:
+            self._entries[key] = self._capture(key)
+        except CaptureError as error:
+            self._failed[key] = Reason.CAPTURE_FAILED
+            self._warn_once(
+                key.signature, "%s runs in eager mode for %s: %s", self.facts.name, key, error
+            )
+            return error
+        finally:
+            self._plans.clear()
+        return None
+
+    def _capture(self, key: GraphKey) -> _Entry:
+        start = time.perf_counter()
+        with self.backend.ordered():  # the examples go where other graphs may still be reading
+            buffers = self._arena(key).views(self.model.capture_inputs(key))
+        recorded: list[OutputLayout] = []
+
+        def run(views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+            layout, tensors = self._record(self.model.encoder_forward(views, key), key.token_budget)
+            recorded.append(layout)
+            return tensors
+
+        with torch.inference_mode():
+            graph = self.backend.capture(run, buffers.views)
+        return _Entry(graph, buffers, recorded[-1], time.perf_counter() - start)
+
+    def _record(self, output: Any, num_tokens: int) -> tuple[OutputLayout, list[torch.Tensor]]:
+        rows, granularity = self.facts.layout == "rows", self.facts.token_granularity
+        return OutputLayout.record(output, num_tokens, granularity, rows=rows)
+
+    def _arena(self, key: GraphKey) -> BufferArena:
+        arena = self._arenas.get(key.signature)
+        if arena is None:
+            largest = self.model.capture_inputs(self._largest_key(key))
+            arena = self._arenas[key.signature] = BufferArena(largest, self.device)
+        return arena
+
+    def _largest_key(self, key: GraphKey) -> GraphKey:
+        budget = self.budgets[-1]
+        segments = segment_tier(budget // self.facts.token_granularity)
+        return GraphKey(
+            budget,
+            tuple(segments for _ in key.segment_capacity),
+            tuple(budget for _ in key.max_seqlen),
+            key.signature,
+        )
+
+
+def _budgets(config: GraphConfig, facts: EncoderFacts) -> tuple[int, ...]:
+    """Token budgets of an encoder, from the config or from what it is."""
+    row = facts.tokens_per_row
+    if facts.layout == "rows":
+        if config.row_budgets is None and config.token_budgets is not None:
+            budgets = tuple(sorted({tokens // row for tokens in config.token_budgets} - {0}))
+            if not budgets:
+                raise ConfigError(
+                    f"no token budget holds one row of {facts.name}, which has {row} tokens: "
+                    f"raise token_budgets, or set row_budgets"
+                )
+        else:
+            budgets = config.row_budgets or _DEFAULT_ROWS
+        return tuple(rows * row for rows in budgets)
+    if config.token_budgets is None:
+        step = facts.token_granularity
+        return ladder(facts.min_tokens, facts.max_tokens, _DEFAULT_BUDGETS, step)
+    granularity = facts.token_granularity
+    odd = [tokens for tokens in config.token_budgets if tokens % granularity]
+    if odd:
+        raise ConfigError(
+            f"token budgets of {facts.name} must be multiples of {granularity} (its spatial "
+            f"merge), got {odd[0]}: use {-(-odd[0] // granularity) * granularity}"
+        )
+    return config.token_budgets

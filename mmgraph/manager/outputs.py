@@ -1,0 +1,152 @@
+"""What an encoder returned at capture, and how rows of it go back to the items they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mmgraph.errors import CaptureError
+from mmgraph.types import EncoderBatch
+
+__all__ = ["Collector", "OutputLayout", "flatten_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor of the output: dimension `dim` has one entry for each `divisor` tokens."""
+
+    dim: int
+    divisor: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayout:
+    """The structure of an encoder's output, recorded at capture.
+
+    Attributes:
+        leaves: One rule for each different tensor.
+        slots: Index into `leaves` of each leaf of the tree, or ``None`` for a constant.
+        constants: Values of the leaves that are no tensors.
+        tree: The structure around the leaves.
+    """
+
+    leaves: tuple[_Leaf, ...]
+    slots: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    tree: Any
+
+    @classmethod
+    def record(
+        cls, output: Any, num_tokens: int, granularity: int, *, rows: bool
+    ) -> tuple[OutputLayout, list[torch.Tensor]]:
+        """Read the layout off an output for `num_tokens` tokens; also return its flat tensors.
+
+        Raises:
+            CaptureError: A tensor's rows can't be told apart by item.
+        """
+        flat, tree = pytree.tree_flatten(output)
+        tensors = flatten_outputs(output)
+        index = {id(tensor): i for i, tensor in enumerate(tensors)}
+        leaves = tuple(_leaf(t, num_tokens, granularity, rows) for t in tensors)
+        if not leaves:
+            raise CaptureError("the encoder returned no tensor")
+        slots = tuple(index.get(id(value)) for value in flat)
+        constants = tuple(None if slot is not None else v for v, slot in zip(flat, slots))
+        return cls(leaves, slots, constants, tree), tensors
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Put flat tensors back into the encoder's own structure."""
+        values = [
+            constant if slot is None else tensors[slot]
+            for slot, constant in zip(self.slots, self.constants)
+        ]
+        return pytree.tree_unflatten(values, self.tree)
+
+    def split(self, tensor: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
+        """Split the first tensor of an output by item; views, (rows, D) each where it is packed."""
+        leaf = self.leaves[0]
+        sizes = [item.num_tokens // leaf.divisor for item in batch.items]
+        return list(torch.split(tensor, sizes, leaf.dim))
+
+
+class Collector:
+    """Copies outputs out of the graphs' memory into tensors that hold a whole call."""
+
+    def __init__(self, layout: OutputLayout, batch: EncoderBatch) -> None:
+        self.results: list[torch.Tensor] = []
+        self._layout = layout
+        self._tokens = [item.num_tokens for item in batch.items]
+        self._starts = _cumulative(self._tokens)
+
+    def add(self, items: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the outputs of `items`, whose rows lie in that order, to their places."""
+        if not self.results:
+            self.results = [self._empty(leaf, t) for leaf, t in self._pairs(tensors)]
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for source, target, length in _moves(items, self._tokens, self._starts):
+            for (leaf, tensor), result in zip(self._pairs(tensors), self.results, strict=True):
+                a, b, n = (x // leaf.divisor for x in (source, target, length))
+                sources.append(tensor.narrow(leaf.dim, a, n))
+                targets.append(result.narrow(leaf.dim, b, n))
+        torch._foreach_copy_(targets, sources)
+
+    def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[_Leaf, torch.Tensor]]:
+        return zip(self._layout.leaves, tensors, strict=True)
+
+    def _empty(self, leaf: _Leaf, example: torch.Tensor) -> torch.Tensor:
+        shape = list(example.shape)
+        shape[leaf.dim] = self._starts[-1] // leaf.divisor
+        return torch.empty(shape, dtype=example.dtype, device=example.device)
+
+
+def flatten_outputs(output: Any) -> list[torch.Tensor]:
+    """Return the different tensors of an output in the order in which they first occur."""
+    tensors: dict[int, torch.Tensor] = {}
+    for value in pytree.tree_leaves(output):
+        if isinstance(value, torch.Tensor):
+            tensors.setdefault(id(value), value)
+    return list(tensors.values())
+
+
+def _leaf(tensor: torch.Tensor, num_tokens: int, granularity: int, rows: bool) -> _Leaf:
+    divisors = (
+        [granularity] if rows else [d for d in range(1, granularity + 1) if granularity % d == 0]
+    )
+    for dim in range(min(2, tensor.dim())):
+        for divisor in divisors:
+            if tensor.shape[dim] == num_tokens // divisor:
+                return _Leaf(dim, divisor)
+        if rows:
+            break
+    raise CaptureError(
+        f"an output of shape {tuple(tensor.shape)} for {num_tokens} tokens can't be divided by item"
+    )
+
+
+def _cumulative(sizes: Sequence[int]) -> list[int]:
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def _moves(
+    items: Sequence[int], tokens: Sequence[int], starts: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(from, to, length) in tokens; neighbours in the call are moved together."""
+    moves: list[tuple[int, int, int]] = []
+    source, previous = 0, -2
+    for item in items:
+        if item == previous + 1:
+            first, target, length = moves[-1]
+            moves[-1] = (first, target, length + tokens[item])
+        else:
+            moves.append((source, starts[item], tokens[item]))
+        source += tokens[item]
+        previous = item
+    return moves

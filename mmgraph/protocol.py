@@ -1,0 +1,65 @@
+"""What an encoder must offer so that it can run from graphs.
+
+Engine authors implement :class:`SupportsEncoderCudaGraph` for their own models;
+``mmgraph.encoders`` implements it once for the towers of transformers and timm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, GraphKey
+
+__all__ = ["SupportsEncoderCudaGraph", "SupportsMultiModal", "supports_encoder_cudagraph"]
+
+
+@runtime_checkable
+class SupportsMultiModal(Protocol):
+    """A model that turns multimodal inputs into embeddings, in eager mode."""
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> Any:
+        """Return one tensor (tokens, D) an item of the one modality in `mm_kwargs`."""
+
+
+@runtime_checkable
+class SupportsEncoderCudaGraph(SupportsMultiModal, Protocol):
+    """An encoder whose forward, given its metadata, is a pure function of tensors."""
+
+    def encoder_facts(self) -> EncoderFacts:
+        """Return what this encoder is; called once, when a manager is made."""
+
+    def item_specs(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        """Read the sizes of the items of a call, without a host sync where they are on the CPU.
+
+        Raises:
+            mmgraph.types.Refusal: No graph can serve this call.
+        """
+
+    def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of a call with only the items at the indices `items`."""
+
+    def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]:
+        """Describe the static buffers of `key`, with contents that are valid for it."""
+
+    def replay_inputs(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, items: Sequence[int], key: GraphKey
+    ) -> dict[str, Sequence[torch.Tensor]]:
+        """Return, for each buffer, the pieces that are laid end to end from its first row on.
+
+        Rows beyond them keep what they held: they must not be able to reach a real output.
+        """
+
+    def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
+        """Run the encoder on the buffers of `key`; recorded once, then never called again.
+
+        Returns a tensor or a pytree of tensors. Each has either `key.token_budget` divided by a
+        whole number as one of its first two dimensions, or (rows layout) one entry a row.
+        """
+
+
+def supports_encoder_cudagraph(model: object) -> bool:
+    """Whether `model` implements :class:`SupportsEncoderCudaGraph`."""
+    return isinstance(model, SupportsEncoderCudaGraph)

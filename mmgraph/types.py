@@ -1,0 +1,175 @@
+"""The vocabulary shared by all layers: items, keys of graphs, and reasons for eager mode.
+
+Letters in shapes: T packed patches, M merged tokens, D width, H heads, K head dim, B items,
+S attention segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BufferSpec",
+    "EncoderBatch",
+    "EncoderFacts",
+    "EncoderItemSpec",
+    "GraphKey",
+    "Reason",
+    "Refusal",
+]
+
+
+class Reason(Enum):
+    """Why items ran in eager mode. The set is closed, so that statistics add up."""
+
+    ENFORCE_EAGER = "enforce_eager is set"
+    DISABLED = "cudagraph_mm_encoder is off"
+    UNSUPPORTED_MODEL = "the encoder can't be captured"
+    UNSUPPORTED_CALL = "the call has arguments that a graph can't take"
+    INVALID_INPUT = "the inputs contradict each other"
+    NO_ITEMS = "the call holds no items"
+    NOT_CAPTURED = "no captured graph is large enough"
+    ABOVE_BUDGET = "the item is larger than every budget"
+    GRAPH_LIMIT = "max_graphs is reached"
+    CAPTURE_FAILED = "capture failed earlier"
+    TRAINING = "the encoder is in training mode"
+    GRAD = "gradients are required"
+    AUTOCAST = "autocast is active"
+    DTYPE = "the inputs have a dtype that graphs don't take"
+    DEVICE = "the inputs are not on the encoder's device"
+    PLACEMENT = "the encoder is on meta, offloaded or split over devices"
+    COMPILING = "the call is being traced or captured by somebody else"
+
+
+class Refusal(Exception):
+    """Raised by an encoder for a call that no graph can serve; the call then runs in eager mode."""
+
+    def __init__(self, reason: Reason, batch: EncoderBatch | None = None, detail: str = "") -> None:
+        super().__init__(detail or reason.value)
+        self.reason = reason
+        self.batch = batch
+
+    @property
+    def num_items(self) -> int:
+        """Items of the call; a call that can't be read counts as one."""
+        return 1 if self.batch is None else len(self.batch.items)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderItemSpec:
+    """One image, video or audio clip as the planner sees it.
+
+    Attributes:
+        num_tokens: Rows of the tower that the item occupies.
+        num_segments: Attention segments of the item, one entry for each kind of attention in the
+            tower (full, windowed); empty where rows are independent.
+        max_seqlen: Longest segment of each kind, in tokens.
+        geometry: What else the encoder needs to know of the item, for example its grid (t, h, w).
+    """
+
+    num_tokens: int
+    num_segments: tuple[int, ...] = ()
+    max_seqlen: tuple[int, ...] = ()
+    geometry: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderBatch:
+    """The items of one call and what they share.
+
+    Attributes:
+        items: One spec an item, in the order of the call.
+        signature: Everything else that a capture of this call would bake in: names, trailing
+            shapes and dtypes of its tensors and the values of its other arguments.
+    """
+
+    items: tuple[EncoderItemSpec, ...]
+    signature: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a graph is recorded for. Every field is baked in or is an upper bound.
+
+    Attributes:
+        token_budget: Rows of the tower's input (baked).
+        segment_capacity: Segments of each kind of attention (upper bound).
+        max_seqlen: Longest segment of each kind (upper bound).
+        signature: See :class:`EncoderBatch` (baked).
+    """
+
+    token_budget: int
+    segment_capacity: tuple[int, ...] = ()
+    max_seqlen: tuple[int, ...] = ()
+    signature: Hashable = None
+
+    def covers(self, other: GraphKey) -> bool:
+        """Whether a graph of this key can serve whatever one of `other` can."""
+        return (
+            self.signature == other.signature
+            and self.token_budget >= other.token_budget
+            and all(a >= b for a, b in _pairs(self.segment_capacity, other.segment_capacity))
+            and all(a >= b for a, b in _pairs(self.max_seqlen, other.max_seqlen))
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.token_budget} tokens"]
+        if self.segment_capacity:
+            parts.append("segments <= " + "/".join(map(str, self.segment_capacity)))
+            parts.append("seqlen <= " + "/".join(map(str, self.max_seqlen)))
+        return ", ".join(parts)
+
+
+def _pairs(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    return zip(a, b, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """A static input buffer of a graph.
+
+    Attributes:
+        shape: Full shape for the key; dimension 0 grows with the key, the others are fixed.
+        dtype: Element type.
+        example: Contents that are valid for the key, used while it is warmed up and captured;
+            ``None`` means random numbers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    example: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderFacts:
+    """What an encoder is, as opposed to what its user wants of it.
+
+    Attributes:
+        name: Where the encoder sits in its model, for messages.
+        modalities: Of "image", "video", "audio".
+        layout: "rows" (independent rows) or "packed" (concatenated patches).
+        tokens_per_row: Tokens of one row in the "rows" layout; 1 where unknown or packed.
+        token_granularity: Every token count is a multiple of this (spatial merging).
+        min_tokens: Tokens of the smallest sensible item.
+        max_tokens: Tokens of the largest item that should be captured by default.
+        eager_returns: "tree" if ``embed_multimodal`` returns what ``encoder_forward`` returns,
+            "items" if it returns one tensor an item.
+        examples: Batches that calls of about `budget` tokens and at most `max_items` items look
+            like, given both; what they need is captured up front.
+    """
+
+    name: str
+    modalities: tuple[str, ...]
+    layout: Literal["rows", "packed"]
+    tokens_per_row: int = 1
+    token_granularity: int = 1
+    min_tokens: int = 1
+    max_tokens: int = 1
+    eager_returns: Literal["tree", "items"] = "items"
+    examples: Callable[[int, int], Sequence[EncoderBatch]]

@@ -1,0 +1,50 @@
+"""Settings for all tests, and the rule for tests marked `gpu`.
+
+Without a CUDA device, tests marked `gpu` are deselected: they are counted in the last line and are
+no skips, so a skip in a report is always worth a look. Asking for them by name (`pytest -m gpu`)
+where there is no device is a usage error, never a green run of nothing.
+"""
+
+import os
+
+# Read once, when transformers and huggingface_hub are imported: tests never touch the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import re
+
+import pytest
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own -m and -k have made their selection
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items or _cuda_is_available():
+        return
+    if _names_gpu(config.option.markexpr):
+        raise pytest.UsageError(
+            f"-m {config.option.markexpr!r} asks for {len(gpu_items)} tests that need a CUDA "
+            "device, and torch.cuda.is_available() is False. Run them on a machine with a GPU, or "
+            "leave -m away: tests marked gpu are then deselected."
+        )
+    config.hook.pytest_deselected(items=gpu_items)
+    items[:] = [item for item in items if item not in gpu_items]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_torch_threads() -> None:
+    """The same thread count everywhere: it decides how sums are split, so the last bits too."""
+    import torch
+
+    torch.set_num_threads(2)
+
+
+def _cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _names_gpu(markexpr: str) -> bool:
+    """Whether an expression names the marker; one that excludes it has left no such test."""
+    return re.search(r"\bgpu\b", markexpr) is not None

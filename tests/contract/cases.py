@@ -1,0 +1,167 @@
+"""The encoders of the contract list, and how each is called and judged.
+
+On the CPU everything runs in float32 on the `trace` backend, on CUDA in bfloat16 on graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from mmgraph import GraphConfig, Handle, attach
+from mmgraph.encoders import eager_towers
+from mmgraph.graphs import BufferArena
+from mmgraph.recipes import Recipe, load_recipe
+
+PACKED_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
+VISION_FAMILIES = ("clip", "siglip", "dinov2", "dinov3", "vit", "llava", "internvl", "gemma3")
+FAMILIES = (*PACKED_FAMILIES, *VISION_FAMILIES, "paligemma", "whisper", "timm")
+CONFIG = GraphConfig(token_budgets=(64, 128, 256), row_budgets=(1, 2, 4))
+Size = tuple[int, ...]
+"""Of one item: (t, h, w) of a packed tower, () of a row."""
+
+_SMALL, _MIDDLE, _WIDE = (1, 4, 4), (1, 8, 6), (1, 4, 20)
+_LARGEST, _TOO_LARGE = (1, 16, 16), (1, 18, 16)
+PACKED_SIZES: dict[str, list[Size]] = {
+    "one": [_MIDDLE],
+    "several_of_one_size": [_MIDDLE] * 3,
+    "mixed": [_WIDE, _SMALL, _MIDDLE],
+    "same_total_otherwise": [_SMALL] * 11,
+    "smallest": [(1, 2, 2)],
+    "largest": [_LARGEST],
+    "several_replays": [_LARGEST, _MIDDLE, (1, 16, 14), _SMALL],
+    "above_every_budget": [_TOO_LARGE],
+    "above_among_others": [_SMALL, _TOO_LARGE, _MIDDLE],
+}
+ROW_SIZES: dict[str, list[Size]] = {
+    "one": [()],
+    "several_of_one_size": [()] * 2,
+    "padded": [()] * 3,
+    "largest": [()] * 4,
+    "several_replays": [()] * 9,
+}
+SIZES = {"packed": PACKED_SIZES, "rows": ROW_SIZES}
+OVERSIZED = {"above_every_budget": 1, "above_among_others": 1}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How an output compares: relative errors in the Frobenius norm, the worst over all tensors."""
+
+    against_eager: float
+    of_graph: float
+    of_eager: float
+
+
+class Case:
+    """A tiny tower on one device with a float32 twin."""
+
+    def __init__(self, family: str, device: str) -> None:
+        self.recipe: Recipe = load_recipe(f"{family}:tiny")
+        self.device = torch.device(device)
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.tower: nn.Module = self.recipe.build_encoder(device=device, dtype=self.dtype)
+        self.reference: nn.Module = copy.deepcopy(self.tower).float()
+        self.layout = self.recipe.layout
+        self._generator = torch.Generator().manual_seed(0)
+
+    @property
+    def sizes(self) -> dict[str, list[Size]]:
+        return SIZES[self.layout]
+
+    def attach(self, config: GraphConfig = CONFIG) -> Handle:
+        return attach(self.tower, config)
+
+    def call(self, sizes: Sequence[Size]) -> dict[str, Any]:
+        """Arguments of a call with fresh random contents."""
+        if self.layout == "rows":
+            return {self._main_input: self._random(len(sizes), *self._row_shape)}
+        vision = self.tower.config
+        patch = 3 * vision.temporal_patch_size * vision.patch_size**2
+        total = sum(t * h * w for t, h, w in sizes)
+        return {
+            "hidden_states": self._random(total, patch),
+            "grid_thw": torch.tensor(list(sizes), dtype=torch.int64).reshape(-1, 3),
+        }
+
+    def eager(self, call: Mapping[str, Any], **more: Any) -> Any:
+        """What the tower returns without graphs."""
+        with self.eagerly():
+            return self.tower(**call, **more)
+
+    @staticmethod
+    def eagerly() -> AbstractContextManager[None]:
+        return eager_towers()
+
+    @staticmethod
+    def arenas(handle: Handle) -> list[BufferArena]:
+        managers = [m.manager for m in handle._methods if m.manager is not None]
+        return [arena for manager in managers for arena in manager._arenas.values()]
+
+    def poison_free_memory(self) -> None:
+        """Fill what the allocator hands out next with NaN, in the default pool."""
+        if self.device.type == "cuda":
+            blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+            del blocks
+
+    def judge(self, output: Any, eager: Any, call: Mapping[str, Any]) -> Judgement:
+        """Compare an output with eager, and both with the float32 twin."""
+        with torch.no_grad():
+            truth = self.reference(**{k: _widened(v) for k, v in call.items()})
+        ours, theirs, true = (tensors(o) for o in (output, eager, truth))
+        assert [t.shape for t in ours] == [t.shape for t in theirs]
+        assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+        triples = list(zip(ours, theirs, true, strict=True))
+        return Judgement(
+            max(error(a, b) for a, b, _ in triples),
+            max(error(a, c) for a, _, c in triples),
+            max(error(b, c) for _, b, c in triples),
+        )
+
+    def assert_equal_to_eager(self, output: Any, eager: Any, call: Mapping[str, Any]) -> None:
+        verdict = self.judge(output, eager, call)
+        if self.device.type == "cpu":
+            assert verdict.against_eager <= 1e-5, verdict
+        else:
+            assert verdict.of_graph <= 1.10 * verdict.of_eager, verdict
+
+    @property
+    def _main_input(self) -> str:
+        if self.recipe.library == "timm":
+            return "x"
+        return "input_features" if self.recipe.modalities == ("audio",) else "pixel_values"
+
+    @property
+    def _row_shape(self) -> tuple[int, ...]:
+        if self.recipe.library == "timm":
+            return (3, *self.tower.patch_embed.img_size)
+        config = self.tower.config
+        if self._main_input == "input_features":
+            return (config.num_mel_bins, 2 * config.max_source_positions)
+        size = config.image_size
+        return (3, size, size) if isinstance(size, int) else (3, *size)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self.device, self.dtype)
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.float()
+    return value
