@@ -14,7 +14,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class WarnOnce:
-    """Logs a warning the first time its topic is seen; one object an owner, so nothing is global."""
+    """Logs a warning the first time its topic is seen; one object an owner: nothing is global."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -45,6 +45,13 @@ class PackedEncoder(TowerEncoder):
         self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
+    def embed_multimodal(self, **mm_kwargs: Any) -> Any:
+        """Call the tower in eager mode; unlike graphs it wants the grids on its own device."""
+        grid, main = mm_kwargs.get(_GRID), mm_kwargs.get(self.signature.main_input)
+        if isinstance(grid, torch.Tensor) and isinstance(main, torch.Tensor):
+            mm_kwargs[_GRID] = grid.to(main.device, non_blocking=True)
+        return self.forward(**mm_kwargs)
+
     def encoder_facts(self) -> EncoderFacts:
         merge = self.metadata.merge_size
         return EncoderFacts(
@@ -70,16 +77,13 @@ class PackedEncoder(TowerEncoder):
         return {self.signature.main_input: patches, _GRID: torch.tensor([[1, side, side]])}
 
     def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
-        main, grid = mm_kwargs[self.signature.main_input], mm_kwargs[_GRID]
-        grids = read_grids_on_host(grid)
+        main, grids = mm_kwargs[self.signature.main_input], read_grids_on_host(mm_kwargs[_GRID])
         offsets = _offsets(grids)
         pieces = [main[offsets[i] : offsets[i + 1]] for i in items]
-        chosen = torch.tensor([grids[i] for i in items], dtype=torch.int64)
-        device = grid.device if isinstance(grid, torch.Tensor) else main.device
         return {
             **mm_kwargs,
             self.signature.main_input: torch.cat(pieces),
-            _GRID: chosen.to(device, non_blocking=True),
+            _GRID: torch.tensor([grids[i] for i in items], dtype=torch.int64),
         }
 
     def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]:

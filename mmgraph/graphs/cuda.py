@@ -5,16 +5,20 @@ libraries allocate for a stream exists before. The mode is "thread_local": anoth
 allocation (a data loader that pins memory) can't break it. ``torch.cuda.graph`` is not used: it
 collects garbage and empties the cache at every entry.
 
-What a reader would get wrong: a capture that fails leaves three things open in torch, and each is
-put right here: the allocator still routes the stream's allocations into the pool, the default
-generator still believes that it is being captured, and the CUDA error must be taken off.
+What a reader would get wrong, each seen on torch 2.11:
+
+* A capture that fails leaves the default generator believing that it is being captured, so the
+  next random number raises: its state is put back. It also leaves its pool in "recording" for
+  good, whatever is ended by hand: the pool is given up (graphs in it live on, and their memory
+  goes with the last of them) and the next capture starts another.
+* A pool handle is dead once the last graph in it is gone. So the backend counts its graphs.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,20 +26,24 @@ import torch
 
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
+from mmgraph.graphs.guard import CaptureGuard
 
 __all__ = ["CudaBackend"]
-
-_WARMUP_RUNS = 2
 
 
 class CudaGraph(CapturedGraph):
     """A CUDA graph with the outputs that it writes."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], num_bytes: int
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: list[torch.Tensor],
+        num_bytes: int,
+        on_close: Callable[[], None],
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
+        self._on_close = on_close
         self.num_bytes = num_bytes
 
     def replay(self) -> list[torch.Tensor]:
@@ -48,6 +56,29 @@ class CudaGraph(CapturedGraph):
             self._outputs = []
             self._graph.reset()
             self._graph = None
+            self._on_close()
+
+
+class _Pool:
+    """A memory pool and the number of graphs in it."""
+
+    def __init__(self, handle: Any, *, borrowed: bool = False) -> None:
+        self.handle = handle
+        self._borrowed = borrowed
+        self._live = 0
+        self._used = False
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its last graph is gone; a borrowed pool is its owner's to keep alive."""
+        return self._used and self._live == 0 and not self._borrowed
+
+    def opened(self) -> None:
+        self._live += 1
+        self._used = True
+
+    def closed(self) -> None:
+        self._live -= 1
 
 
 class CudaBackend(GraphBackend):
@@ -58,19 +89,19 @@ class CudaBackend(GraphBackend):
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._pool: Any | None = None
+        self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._last_use: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._lock = threading.RLock()
 
     def use_pool(self, pool: Any | None) -> None:
         if pool is not None:
-            self._pool = pool
+            self._pool = _Pool(pool, borrowed=True)
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
         with self._lock, torch.cuda.device(self._device):
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            if self._pool is None or self._pool.is_dead:
+                self._pool = _Pool(torch.cuda.graph_pool_handle())
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
             if gc.isenabled():  # a capture of its own, outside a frozen block
@@ -87,20 +118,40 @@ class CudaBackend(GraphBackend):
         self, run: Runnable, buffers: Mapping[str, torch.Tensor]
     ) -> CapturedGraph:
         try:
-            for _ in range(_WARMUP_RUNS):
+            run(buffers)
+            with CaptureGuard():
                 run(buffers)
             torch.cuda.synchronize(self._device)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(f"the warm-up before a capture failed: {error}") from error
-        before = _pool_bytes(self._device)
+        pool, before = self._pool, _reserved_bytes(self._device)
+        assert pool is not None, "capture() makes one"
         graph = torch.cuda.CUDAGraph()
-        with _undone_on_failure(self._device, self._pool):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with self._undone_on_failure():
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 outputs = run(buffers)
             finally:
                 graph.capture_end()
-        return CudaGraph(graph, outputs, max(0, _pool_bytes(self._device) - before))
+        pool.opened()
+        num_bytes = max(0, _reserved_bytes(self._device) - before)
+        return CudaGraph(graph, outputs, num_bytes, pool.closed)
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Turn any failure of a capture into a `CaptureError` and put right what it left."""
+        generator = torch.cuda.default_generators[self._device.index]
+        state = generator.clone_state()
+        try:
+            yield
+        except BaseException as error:
+            generator.graphsafe_set_state(state)
+            self._pool = None
+            if not isinstance(error, Exception):
+                raise
+            raise CaptureError(f"the capture failed: {_root_message(error)}") from error
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -119,32 +170,8 @@ class CudaBackend(GraphBackend):
         return torch.cuda.is_current_stream_capturing()
 
 
-def _pool_bytes(device: torch.device) -> int:
+def _reserved_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("reserved_bytes.all.current", 0))
-
-
-@contextmanager
-def _undone_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
-    """Turn any failure of a capture into a `CaptureError` and close what it left open."""
-    generator = torch.cuda.default_generators[device.index]
-    state = generator.clone_state()
-    try:
-        yield
-    except Exception as error:
-        generator.graphsafe_set_state(state)
-        _close_allocation_to_pool(device, pool)
-        raise CaptureError(f"the call can't be captured: {_root_message(error)}") from error
-
-
-def _close_allocation_to_pool(device: torch.device, pool: Any) -> None:
-    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
-        end = getattr(torch._C, name, None)
-        if end is not None:
-            try:
-                end(device.index, pool)
-            except RuntimeError:  # it was closed already
-                continue
-            return
 
 
 def _root_message(error: BaseException) -> str:

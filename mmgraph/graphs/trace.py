@@ -56,7 +56,7 @@ class TraceBackend(GraphBackend):
         names = list(buffers)
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            return run(dict(zip(names, tensors)))
+            return run(dict(zip(names, tensors, strict=True)))
 
         try:
             with torch.no_grad():

@@ -55,14 +55,16 @@ class OutputLayout:
         if not leaves:
             raise CaptureError("the encoder returned no tensor")
         slots = tuple(index.get(id(value)) for value in flat)
-        constants = tuple(None if slot is not None else v for v, slot in zip(flat, slots))
+        constants = tuple(
+            None if slot is not None else v for v, slot in zip(flat, slots, strict=True)
+        )
         return cls(leaves, slots, constants, tree), tensors
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put flat tensors back into the encoder's own structure."""
         values = [
             constant if slot is None else tensors[slot]
-            for slot, constant in zip(self.slots, self.constants)
+            for slot, constant in zip(self.slots, self.constants, strict=True)
         ]
         return pytree.tree_unflatten(values, self.tree)
 

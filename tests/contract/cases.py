@@ -92,9 +92,12 @@ class Case:
         }
 
     def eager(self, call: Mapping[str, Any], **more: Any) -> Any:
-        """What the tower returns without graphs."""
+        """What the tower returns without graphs; it wants its grids on its own device."""
         with self.eagerly():
-            return self.tower(**call, **more)
+            return self.tower(**self._on_device(call), **more)
+
+    def _on_device(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value.to(self.device) for name, value in call.items()}
 
     @staticmethod
     def eagerly() -> AbstractContextManager[None]:
@@ -114,7 +117,8 @@ class Case:
     def judge(self, output: Any, eager: Any, call: Mapping[str, Any]) -> Judgement:
         """Compare an output with eager, and both with the float32 twin."""
         with torch.no_grad():
-            truth = self.reference(**{k: _widened(v) for k, v in call.items()})
+            widened = {name: _widened(value) for name, value in self._on_device(call).items()}
+            truth = self.reference(**widened)
         ours, theirs, true = (tensors(o) for o in (output, eager, truth))
         assert [t.shape for t in ours] == [t.shape for t in theirs]
         assert [t.dtype for t in ours] == [t.dtype for t in theirs]

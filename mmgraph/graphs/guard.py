@@ -1,0 +1,70 @@
+"""Finding what can't be captured before a capture is tried.
+
+A capture that fails costs its memory pool (see ``cuda.py``), so the last warm-up runs under a
+dispatch mode that refuses what would break it: reading data on the host, shapes that depend on
+data, copies between host and device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mmgraph.errors import CaptureError
+
+__all__ = ["CaptureGuard"]
+
+_aten = torch.ops.aten
+_HOST_READS = frozenset(
+    {
+        _aten._local_scalar_dense.default,
+        _aten.is_nonzero.default,
+        _aten.equal.default,
+        _aten.nonzero.default,
+        _aten.masked_select.default,
+        _aten._unique2.default,
+        _aten.unique_consecutive.default,
+        _aten.unique_dim.default,
+        _aten.bincount.default,
+        _aten.repeat_interleave.Tensor,
+    }
+)
+_COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
+_INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default})
+
+
+class CaptureGuard(TorchDispatchMode):
+    """Within it an operation that a CUDA graph can't hold raises ``CaptureError``."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        on_device = any(tensor.is_cuda for tensor in _tensors(args, kwargs))
+        if on_device and func in _HOST_READS and kwargs.get("output_size") is None:
+            raise CaptureError(f"it reads data on the host, at {func}")
+        if on_device and func in _INDEXED and _depends_on_mask(args):
+            raise CaptureError(f"the shape of a result depends on data, at {func} with a mask")
+        output = func(*args, **kwargs)
+        if func in _COPIES and len({t.device.type for t in _tensors((args, output), kwargs)}) > 1:
+            raise CaptureError(f"it copies between host and device, at {func}")
+        return output
+
+
+def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def _depends_on_mask(args: tuple[Any, ...]) -> bool:
+    """Whether an indexing counts the elements of a mask; filling with one value doesn't."""
+    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    fills = len(args) > 2 and len(masks) == 1 == args[2].numel()
+    return bool(masks) and not fills
