@@ -17,43 +17,12 @@ from torch import nn
 from mmgraph import recipes
 from mmgraph.errors import ConfigError, UnsupportedModelError
 from mmgraph.recipes import Recipe, families, list_recipes, load_recipe
+from tests.prompts import image_prompt
 
 TINY = [name for name in list_recipes() if name.endswith(":tiny")]
 RELEASED = [name for name in list_recipes() if not name.endswith(":tiny")]
 TOWER_IN_MODEL = [name for name in TINY if load_recipe(name).encoder_path]
 MODELS = Path(__file__).parents[1] / "models"
-
-
-def image_prompt(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """One image and a few words, with the tokens and keys that the family's processor makes."""
-    config = recipe.config()
-    vision = config.vision_config
-    torch.manual_seed(1)
-    if recipe.layout == "packed":
-        grid = torch.tensor([[1, 4, 6]])
-        patch = 3 * vision.temporal_patch_size * vision.patch_size**2
-        pixels = {"pixel_values": torch.randn(24, patch), "image_grid_thw": grid}
-        image = [config.image_token_id] * 6
-    else:
-        size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
-        pixels = {"pixel_values": torch.randn(1, 3, size, size)}
-        tokens = {"gemma3": 4, "internvl": 4, "llava": 16, "paligemma": 16}[recipe.family]
-        image = [config.image_token_id] * tokens
-    bos, words = 1, [5, 6, 7]
-    ids = {
-        "glm4v": [bos, 990, *image, 991, *words],
-        "llava": [bos, *image, *words],
-        "paligemma": [*image, bos, *words],
-    }.get(recipe.family, [bos, 990, *image, 991, *words])
-    input_ids = torch.tensor([ids])
-    types = (input_ids == config.image_token_id).long()
-    extra = {
-        "gemma3": {"token_type_ids": types},
-        "internvl": {},
-        "llava": {},
-        "paligemma": {"token_type_ids": torch.zeros_like(types)},
-    }.get(recipe.family, {"mm_token_type_ids": types})
-    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **pixels, **extra}
 
 
 def assert_sane(module: nn.Module) -> None:

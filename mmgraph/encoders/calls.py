@@ -14,16 +14,23 @@ from mmgraph.types import Reason, Refusal
 __all__ = ["CallSignature", "TowerCall", "TowerSignature"]
 
 _NO_DEFAULT = object()
+_DECODER_ONLY = frozenset({"use_cache"})
+"""What generate() of transformers 5.17 hands down to towers that take any keyword."""
 
 TowerCall = Mapping[str, Any]
 """Arguments of one call of a tower, by name."""
 
 
 class TowerSignature:
-    """The parameters of a forward, read once so that binding a call costs a dict."""
+    """The parameters of a forward, read once so that binding a call costs a dict.
+
+    Args:
+        forward: The function of the class, which says more than what may stand in its place on
+            an instance; its first parameter, self, is left out.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        parameters = list(inspect.signature(forward).parameters.values())
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
         kinds = inspect.Parameter
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         self.names = tuple(p.name for p in parameters if p.kind in positional)
@@ -36,6 +43,8 @@ class TowerSignature:
 
     def is_default(self, name: str, value: Any) -> bool:
         """Whether giving `value` for the parameter `name` is the same as leaving it out."""
+        if name in _DECODER_ONLY and name not in self.names:
+            return True
         default = self._defaults.get(name, _NO_DEFAULT)
         return value is default or (type(value) is type(default) and value == default)
 

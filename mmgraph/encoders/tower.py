@@ -50,7 +50,7 @@ class TowerEncoder(ABC):
         self.tower = tower
         self.method = method
         self._original: Callable[..., Any] = getattr(tower.module, method)
-        self.signature = TowerSignature(self._original)
+        self.signature = TowerSignature(getattr(type(tower.module), method))
         self._config = getattr(tower.module, "config", None)
         self._example_signature: CallSignature | None = None
 
@@ -156,10 +156,12 @@ class TowerEncoder(ABC):
             main.requires_grad or any(p.requires_grad for p in module.parameters())
         ):
             return Reason.GRAD
+        if main.is_meta or self.device.type == "meta":
+            return Reason.PLACEMENT
+        if main.device != self.device:
+            return Reason.DEVICE
         if torch.is_autocast_enabled(main.device.type):
             return Reason.AUTOCAST
-        if main.device != self.device:
-            return Reason.PLACEMENT if self.device.type == "meta" else Reason.DEVICE
         return None if main.dtype.is_floating_point else Reason.DTYPE
 
     def _call_signature(

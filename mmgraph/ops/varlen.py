@@ -45,7 +45,7 @@ def varlen_attention(
         query_THK: Queries (T, H, K).
         key_THK: Keys (T, H, K).
         value_THK: Values (T, H, K).
-        cu_seqlens: Boundaries (S + 1,), int32, on the same device; equal neighbours are empty segments.
+        cu_seqlens: Boundaries (S + 1,), int32, on their device; equal ones are empty segments.
         max_seqlen: An upper bound on the longest segment.
         scale: Factor of the logits; 1/sqrt(K) if ``None``.
 

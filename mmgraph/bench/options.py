@@ -1,0 +1,154 @@
+"""Options of the benchmark: what the user wants, completed by what suits the machine."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mmgraph.bench.sizes import ImageSize, parse_image
+from mmgraph.errors import ConfigError
+from mmgraph.recipes import Recipe, load_recipe
+
+__all__ = ["BenchOptions", "add_arguments"]
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Defaults:
+    models: tuple[str, ...]
+    images: tuple[str, ...]
+    batches: tuple[int, ...]
+    dtype: str
+    repeats: int = 30
+
+
+_CUDA = _Defaults(
+    models=(
+        "qwen2.5-vl-7b",
+        "qwen3-vl-8b",
+        "siglip-so400m-384",
+        "clip-l-336",
+        "timm-vit-b16-224",
+        "whisper-large-v3",
+    ),
+    images=("224", "448", "784", "1344", "448x4", "448x8", "448x16"),
+    batches=(1, 2, 4, 8, 16),
+    dtype="bf16",
+)
+_CUDA_QUICK = replace(_CUDA, images=("224", "448x4"), batches=(1, 4), repeats=10)
+_CPU = _Defaults(
+    models=(
+        "qwen2_5_vl:tiny",
+        "qwen3_vl:tiny",
+        "siglip:tiny",
+        "clip:tiny",
+        "timm:tiny",
+        "whisper:tiny",
+    ),
+    images=("56", "112", "224", "112x4"),
+    batches=(1, 2, 4),
+    dtype="float32",
+)
+_CPU_QUICK = replace(_CPU, images=("56", "112x2"), batches=(1, 2), repeats=10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """A benchmark to run."""
+
+    device: torch.device
+    """Where to run it."""
+    dtype: torch.dtype
+    """Of weights and inputs."""
+    recipes: tuple[Recipe, ...]
+    """Models, measured one after another."""
+    images: tuple[ImageSize, ...]
+    """Calls of packed towers."""
+    batches: tuple[int, ...]
+    """Calls of rows towers."""
+    repeats: int
+    """Timed calls of each variant."""
+    warmup: int
+    """Calls of each variant before them."""
+
+    @classmethod
+    def resolve(cls, namespace: argparse.Namespace) -> BenchOptions:
+        """Complete what was given on the command line.
+
+        Raises:
+            ConfigError: A model has no recipe, or the device isn't there.
+        """
+        device = _device(namespace.device)
+        defaults = {
+            (True, False): _CUDA,
+            (True, True): _CUDA_QUICK,
+            (False, False): _CPU,
+            (False, True): _CPU_QUICK,
+        }[device.type == "cuda", namespace.quick]
+        return cls(
+            device=device,
+            dtype=DTYPES[namespace.dtype or defaults.dtype],
+            recipes=tuple(load_recipe(name) for name in namespace.model or defaults.models),
+            images=tuple(namespace.image or map(parse_image, defaults.images)),
+            batches=tuple(namespace.batch or defaults.batches),
+            repeats=namespace.repeats or defaults.repeats,
+            warmup=namespace.warmup,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``mmgraph bench``."""
+    add = parser.add_argument
+    add("--model", nargs="+", metavar="NAME", help="recipes; default: six encoders")
+    add(
+        "--image",
+        nargs="+",
+        type=_image,
+        metavar="SIZE[xCOUNT]",
+        help="calls of packed towers: square images of SIZE pixels, COUNT of them",
+    )
+    add("--batch", nargs="+", type=_positive, metavar="N", help="calls of rows towers: N rows")
+    add("--dtype", choices=DTYPES, help="default: bf16 on CUDA, else float32")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    add("-n", "--repeats", type=_positive, metavar="N", help="timed calls; default: 30")
+    add("--warmup", type=_count, default=2, metavar="N", help="calls before them; default: 2")
+    add("--out", type=Path, metavar="DIR", help="write bench.json, bench.md and bench.png there")
+    add("--quick", action="store_true", help="fewer sizes and repeats, where none are given")
+
+
+def _device(name: str | None) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            "--device cuda: torch finds no CUDA device here; leave --device away to run on the CPU"
+        )
+    return torch.device(name or ("cuda" if available else "cpu"))
+
+
+def _image(text: str) -> ImageSize:
+    try:
+        return parse_image(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text!r}")
+    return int(text)

@@ -1,0 +1,100 @@
+"""Packing: each item once, bins as small as they can be, never dearer than the obvious ways."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mmgraph.policy import Bin, Packing, ladder, pack, smallest_fit
+
+DEFAULT_LADDER = ladder(256, 16384, 16, 4)
+sizes_of_items = st.lists(st.integers(1, 3000), max_size=16)
+ladders = st.lists(st.integers(1, 2500), max_size=8, unique=True).map(sorted)
+overheads = st.integers(0, 600)
+
+
+def alone(sizes: list[int], budgets: list[int], overhead: int) -> int:
+    """The cost of a replay for each item."""
+    fits = (smallest_fit(budgets, size) for size in sizes)
+    return sum(fit + overhead for fit in fits if fit is not None)
+
+
+@settings(deadline=None)
+@given(sizes_of_items, ladders, overheads)
+def test_every_item_is_in_one_bin_or_oversized(
+    sizes: list[int], budgets: list[int], overhead: int
+) -> None:
+    packing = pack(sizes, budgets, overhead)
+    packed = [item for bin_ in packing.bins for item in bin_.items]
+    assert sorted([*packed, *packing.oversized]) == list(range(len(sizes)))
+    largest = max(budgets, default=0)
+    assert packing.oversized == tuple(i for i, size in enumerate(sizes) if size > largest)
+
+
+@settings(deadline=None)
+@given(sizes_of_items, ladders, overheads)
+def test_a_bin_takes_the_smallest_budget_that_holds_it_in_call_order(
+    sizes: list[int], budgets: list[int], overhead: int
+) -> None:
+    for bin_ in pack(sizes, budgets, overhead).bins:
+        assert bin_.items
+        assert bin_.budget == smallest_fit(budgets, sum(sizes[i] for i in bin_.items))
+        assert list(bin_.items) == sorted(bin_.items)
+
+
+@settings(deadline=None)
+@given(sizes_of_items, ladders, overheads)
+def test_a_packing_never_costs_more_than_one_bin_for_all(
+    sizes: list[int], budgets: list[int], overhead: int
+) -> None:
+    packing = pack(sizes, budgets, overhead)
+    fitting = [size for size in sizes if budgets and size <= budgets[-1]]
+    one = smallest_fit(budgets, sum(fitting))
+    if fitting and one is not None:
+        assert packing.cost(overhead) <= one + overhead
+
+
+@settings(deadline=None)
+@given(sizes_of_items, ladders, overheads)
+@example([995, 6, 6], [10, 1000], 256)  # the large item forces a capacity that merges the small
+@example([16384, 1024, 1024], list(DEFAULT_LADDER), 256)  # so it does on the default ladder
+def test_a_packing_never_costs_more_than_a_replay_for_each_item(
+    sizes: list[int], budgets: list[int], overhead: int
+) -> None:
+    assert pack(sizes, budgets, overhead).cost(overhead) <= alone(sizes, budgets, overhead)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budgets", "bins", "oversized"),
+    [
+        ([], [64, 256], [], ()),  # no items
+        ([10], [], [], (0,)),  # no budgets
+        ([64], [64, 256], [((0,), 64)], ()),  # an exact fit
+        ([65], [64, 256], [((0,), 256)], ()),  # one token more
+        ([257, 10], [64, 256], [((1,), 64)], (0,)),  # above every budget among others
+        ([20, 20, 20], [64, 256], [((0, 1, 2), 64)], ()),  # all in the smallest budget
+        ([64, 64], [64, 256], [((0, 1), 256)], ()),  # padding is cheaper than a second replay
+        ([2000, 2000], [2048, 8192], [((0,), 2048), ((1,), 2048)], ()),  # here it isn't
+        ([256, 10, 250, 5], [64, 256], [((0,), 256), ((2, 3), 256), ((1,), 64)], ()),  # mixed
+    ],
+)
+def test_pack_by_hand(
+    sizes: list[int],
+    budgets: list[int],
+    bins: list[tuple[tuple[int, ...], int]],
+    oversized: tuple[int, ...],
+) -> None:
+    packing = pack(sizes, budgets)
+    assert sorted(packing.bins, key=str) == sorted((Bin(*b) for b in bins), key=str)
+    assert packing.oversized == oversized
+
+
+def test_a_dearer_replay_makes_fewer_of_them() -> None:
+    sizes, budgets = [100] * 6, [100, 200, 800]
+    assert len(pack(sizes, budgets, overhead=0).bins) > len(pack(sizes, budgets, 10_000).bins) == 1
+
+
+def test_cost_counts_each_replay_and_its_overhead() -> None:
+    assert Packing((Bin((0,), 64), Bin((1,), 256)), (2,)).cost(10) == 64 + 256 + 2 * 10
+    assert Packing((), (0, 1)).cost(10) == 0
