@@ -28,6 +28,7 @@ _EXPORTS = {
     "GraphConfig": "config",
     "GraphKey": "types",
     "Handle": "attachment",
+    "InvalidInputError": "errors",
     "MMGraphError": "errors",
     "Reason": "types",
     "Refusal": "types",

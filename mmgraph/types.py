@@ -32,7 +32,6 @@ class Reason(Enum):
     DISABLED = "cudagraph_mm_encoder is off"
     UNSUPPORTED_MODEL = "the encoder can't be captured"
     UNSUPPORTED_CALL = "the call has arguments that a graph can't take"
-    INVALID_INPUT = "the inputs contradict each other"
     NO_ITEMS = "the call holds no items"
     NOT_CAPTURED = "no captured graph is large enough"
     ABOVE_BUDGET = "the item is larger than every budget"

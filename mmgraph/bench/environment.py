@@ -51,7 +51,7 @@ class Environment:
         commit, dirty = _checkout()
         return cls(
             gpu=torch.cuda.get_device_name(device) if cuda else None,
-            driver=_driver(device) if cuda else None,
+            driver=_driver() if cuda else None,
             cpu=_cpu_name(),
             cpu_count=_cpu_count(),
             platform=platform.platform(),
@@ -80,9 +80,8 @@ def _checkout() -> tuple[str | None, bool | None]:
     return commit, None if status is None else bool(status)
 
 
-def _driver(device: torch.device) -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    output = _output(query)
+def _driver() -> str | None:
+    output = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return output.splitlines()[0].strip() if output else None
 
 

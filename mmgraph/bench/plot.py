@@ -12,6 +12,7 @@ __all__ = ["can_plot", "plot"]
 
 _COLUMNS = 3
 _PANEL = (5.2, 3.9)  # inches
+_TITLE_VERSIONS = ("torch", "transformers", "mmgraph")
 _STYLES: dict[str, dict[str, Any]] = {
     EAGER: {"color": "#7f7f7f", "marker": "s"},
     METADATA: {"color": "#b8860b", "marker": "D"},
@@ -51,28 +52,32 @@ def _draw(axis: Any, model: str, rows: list[Row]) -> None:
             axis.plot(range(len(rows)), times, label=LABELS[name], **style)
     axis.set_title(model)
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:g}")
+    _label_milliseconds(axis, [t.median_ms for row in rows for t in row.timings.values()])
     axis.set_ylabel("ms a call, median")
     axis.set_xticks(range(len(rows)), [f"{row.size}\n{row.tokens}" for row in rows], fontsize=8)
     axis.set_xlabel("images or batch size, and tokens")
-    axis.grid(visible=True, which="both", alpha=0.25)
+    axis.grid(visible=True, alpha=0.25)
+
+
+def _label_milliseconds(axis: Any, times: list[float]) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade, and room for at least one of them."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_ylim(min(times) / 1.6, max(times) * 1.6)
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter("{x:g}")
 
 
 def _add_legend(figure: Any, axes: Any) -> None:
     """One legend for all panels; not every model has every variant."""
-    found = [axis.get_legend_handles_labels() for axis in axes]
-    lines = {
-        label: line
-        for handles, labels in found
-        for line, label in zip(handles, labels, strict=True)
-    }
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
+    lines = {line.get_label(): line for axis in axes for line in axis.get_lines()}
+    labels = [label for label in LABELS.values() if label in lines]
+    handles = [lines[label] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
 
 def _title(report: Report) -> str:
     where = report.environment
-    versions = where.versions
-    return (
-        f"{where.gpu or where.cpu}, {report.dtype}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, mmgraph {versions['mmgraph']}, N = {report.repeats}"
-    )
+    versions = ", ".join(f"{name} {where.versions[name]}" for name in _TITLE_VERSIONS)
+    return f"{where.gpu or where.cpu}, {report.dtype}, {versions}, N = {report.repeats}"

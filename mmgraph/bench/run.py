@@ -85,7 +85,7 @@ def _judge(subject: Subject, inputs: Inputs, variants: Variants) -> Accuracy:
     """Compare all variants on inputs that none of them has seen."""
     inputs.renew()
     outputs = {name: call() for name, call in variants.calls.items()}
-    return compare(outputs, inputs.widened().call(subject.reference, grids_on=subject.device))
+    return compare(outputs, inputs.widened().call_eager(subject.reference))
 
 
 def _release(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,17 +30,25 @@ class Inputs:
 
     Attributes:
         main: Patches (T, P), or pixels or features (B, ...), on the tower's device.
-        grids: (B, 3) on the CPU, or ``None`` for a rows tower.
+        host_grids: (B, 3) on the CPU, or ``None`` for a rows tower.
+        device_grids: The same on the tower's device.
     """
 
     main: torch.Tensor
-    grids: torch.Tensor | None
+    host_grids: torch.Tensor | None
+    device_grids: torch.Tensor | None
 
-    def call(self, tower: nn.Module, *, grids_on: torch.device | str = "cpu") -> Any:
-        """Call `tower` as its user would."""
-        if self.grids is None:
+    def call(self, tower: nn.Module) -> Any:
+        """Call an attached `tower`; mmgraph wants its grids on the CPU."""
+        if self.host_grids is None:
             return tower(self.main)
-        return tower(self.main, grid_thw=self.grids.to(grids_on))
+        return tower(self.main, grid_thw=self.host_grids)
+
+    def call_eager(self, tower: nn.Module) -> Any:
+        """Call a `tower` as its library built it, with the grids where it wants them."""
+        if self.device_grids is None:
+            return tower(self.main)
+        return tower(self.main, grid_thw=self.device_grids)
 
     def renew(self) -> None:
         """Draw other contents, in place: a graph made by hand reads this very memory."""
@@ -48,7 +56,7 @@ class Inputs:
 
     def widened(self) -> Inputs:
         """The same call in float32."""
-        return Inputs(self.main.float(), self.grids)
+        return replace(self, main=self.main.float())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,7 +101,8 @@ class Subject:
         shape = encoder.example_call()[encoder.signature.main_input].shape[1:]
         rows = size.items if size.grid is None else size.tokens
         main = torch.randn(rows, *shape, device=encoder.device, dtype=encoder.dtype)
-        return Inputs(main, None if size.grid is None else torch.tensor([size.grid] * size.items))
+        grids = None if size.grid is None else torch.tensor([size.grid] * size.items)
+        return Inputs(main, grids, None if grids is None else grids.to(encoder.device))
 
     def _packed_size(self, image: ImageSize, encoder: PackedEncoder) -> CallSize:
         config: Any = self.tower.config

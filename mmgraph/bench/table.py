@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mmgraph.bench.environment import Environment
-from mmgraph.bench.results import DEFAULT, EAGER, EXACT, HAND_MADE, LABELS, Report, Row, Served
+from mmgraph.bench.results import DEFAULT, EAGER, EXACT, LABELS, Report, Row, Served
 
 __all__ = ["render_markdown", "summarize"]
 
@@ -29,8 +29,8 @@ def render_markdown(report: Report) -> str:
 
 def summarize(row: Row) -> str:
     """Return a row as one line, for following a run."""
-    times = ", ".join(f"{LABELS[name]} {_number(t.median_ms)}" for name, t in row.timings.items())
-    return f"{row.model} {row.size}: {times} ms, {_verdict(row)}"
+    times = "; ".join(f"{LABELS[name]} {_number(t.median_ms)}" for name, t in row.timings.items())
+    return f"{row.model} {row.size}: {times} ms; {_verdict(row)}"
 
 
 def _head(report: Report) -> str:
@@ -82,7 +82,7 @@ def _cells(row: Row, variants: Sequence[str]) -> list[str]:
         str(row.tokens),
         *(f"{_number(t.median_ms)} ({_number(t.p99_ms)})" for t in times),
         _budget(row.served[DEFAULT]),
-        f"{_number(row.speedup)}x",
+        f"{row.speedup:.2f}x",
         _overhead(row),
         f"{row.timings[EXACT].host_us:.0f}",
         " / ".join(f"{row.errors[name]:.1e}" for name in (EAGER, EXACT, DEFAULT)),

@@ -39,7 +39,7 @@ class Variants:
 @contextmanager
 def open_variants(subject: Subject, size: CallSize, inputs: Inputs) -> Iterator[Variants]:
     """Prepare every way of making the call that this machine and this tower have."""
-    calls: dict[str, Call] = {EAGER: partial(inputs.call, subject.tower, grids_on=subject.device)}
+    calls: dict[str, Call] = {EAGER: partial(inputs.call_eager, subject.tower)}
     if size.grid is not None:
         calls[METADATA] = _precomputed(subject, size, inputs)
     if subject.device.type == "cuda":

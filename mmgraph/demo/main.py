@@ -7,8 +7,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mmgraph.attachment import Handle, attach
+from mmgraph.demo.ids import Generated, compare_ids, generate, relative_error, widened
 from mmgraph.demo.photos import load_photos
 from mmgraph.demo.scenes import Call, Scene, scenes
 from mmgraph.encoders import eager_towers
@@ -24,7 +24,6 @@ from mmgraph.stats import EncoderStats
 
 __all__ = ["Row", "add_arguments", "main"]
 
-_NEW_TOKENS = 8
 _MAX_ERROR_RATIO = 1.10
 _MAX_ERROR_F32 = 1e-5
 
@@ -42,7 +41,7 @@ class Row:
     graph_ms: float
     error: float
     eager_error: float
-    same_ids: bool | None
+    same_ids: str
     ok: bool
 
 
@@ -78,7 +77,9 @@ def run_scene(scene: Scene, device: torch.device, repeats: int) -> list[Row]:
     """Run every call of a scene in eager mode, then attached."""
     print(f"\n{scene.name}: {len(scene.calls)} calls", flush=True)
     eager = [_measure(call.encode, device, repeats) for call in scene.calls]
-    eager_ids = [_generate(scene.model, call) for call in scene.calls]
+    eager_ids = [
+        generate(scene.model, call.prompt) if call.prompt else None for call in scene.calls
+    ]
     truth = _float32_outputs(scene)
     with attach(scene.model, scene.config) as handle:
         rows = [
@@ -96,7 +97,7 @@ def _attached_row(
     device: torch.device,
     repeats: int,
     eager: tuple[Any, float],
-    eager_ids: torch.Tensor | None,
+    eager_ids: Generated | None,
     truth: list[torch.Tensor],
 ) -> Row:
     before = handle.stats()
@@ -104,9 +105,10 @@ def _attached_row(
     after = handle.stats()
     used = _replays(after) - _replays(before)
     _, graph_ms = _measure(call.encode, device, repeats)
-    same = None
-    if eager_ids is not None:
-        same = torch.equal(_generate(scene.model, call), eager_ids)
+    same = "-"
+    if call.prompt is not None and eager_ids is not None:
+        ids = generate(scene.model, call.prompt)
+        same = compare_ids(scene.model, call.prompt, eager_ids, ids)
     tokens, padding = after.tokens - before.tokens, after.padding - before.padding
     against = _error(output, truth), _error(eager[0], truth)
     close = _error(output, tensors(eager[0])) <= _MAX_ERROR_F32
@@ -125,7 +127,7 @@ def _attached_row(
         error=against[0],
         eager_error=against[1],
         same_ids=same,
-        ok=bool(used) and close and same is not False,
+        ok=bool(used) and close and same != "NO",
     )
 
 
@@ -153,7 +155,7 @@ def render(rows: list[Row]) -> str:
             f"{row.eager_ms / row.graph_ms:.1f} x",
             f"{row.error:.1e}",
             f"{row.eager_error:.1e}",
-            {None: "-", True: "yes", False: "NO"}[row.same_ids],
+            row.same_ids,
             "ok" if row.ok else "WRONG",
         ]
         for row in rows
@@ -172,11 +174,7 @@ def tensors(output: Any) -> list[torch.Tensor]:
 
 def _error(output: Any, truth: list[torch.Tensor]) -> float:
     """The largest relative error of a tensor in `output`."""
-    return max(_relative(a, b) for a, b in zip(tensors(output), truth, strict=True))
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+    return max(relative_error(a, b) for a, b in zip(tensors(output), truth, strict=True))
 
 
 def _measure(encode: Callable[[], Any], device: torch.device, repeats: int) -> tuple[Any, float]:
@@ -196,28 +194,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _generate(model: Any, call: Call) -> torch.Tensor | None:
-    if call.prompt is None:
-        return None
-    ids: torch.Tensor = model.generate(**call.prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)
-    return ids
-
-
 def _float32_outputs(scene: Scene) -> list[list[torch.Tensor]]:
     """Outputs of the calls in float32, the standard that eager and graphs are both judged by."""
-    with _widened(scene.model), eager_towers():
+    with widened(scene.model), eager_towers():
         return [tensors(call.encode(torch.float32)) for call in scene.calls]
-
-
-@contextmanager
-def _widened(model: torch.nn.Module) -> Iterator[None]:
-    """Hold a half-precision model in float32 for a while; the way there and back loses nothing."""
-    parts = (*model.parameters(), *model.buffers())
-    narrow = [(p, p.dtype) for p in parts if p.dtype in (torch.bfloat16, torch.float16)]
-    for part, _ in narrow:
-        part.data = part.data.float()
-    try:
-        yield
-    finally:
-        for part, dtype in narrow:
-            part.data = part.data.to(dtype)

@@ -16,7 +16,7 @@ from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
 from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
-from mmgraph.errors import UnsupportedModelError
+from mmgraph.errors import InvalidInputError, UnsupportedModelError
 from mmgraph.ops import VARLEN_ATTENTION, register_varlen_attention
 from mmgraph.types import (
     BufferSpec,
@@ -122,8 +122,12 @@ class PackedEncoder(TowerEncoder):
             raise Refusal(Reason.UNSUPPORTED_CALL, detail="no patches or no grid_thw")
         grids = read_grids_on_host(grid)
         batch = EncoderBatch(tuple(self._item(tuple(g)) for g in grids))
-        if sum(item.num_tokens for item in batch.items) != main.shape[0]:
-            raise Refusal(Reason.INVALID_INPUT, batch)
+        expected = sum(item.num_tokens for item in batch.items)
+        if expected != main.shape[0]:
+            raise InvalidInputError(
+                f"{_GRID}={grids} stands for {expected} patches, but {self.signature.main_input} "
+                f"has {main.shape[0]} rows: pass both as the processor made them"
+            )
         tensors = [n for n, v in mm_kwargs.items() if isinstance(v, torch.Tensor) and n != _GRID]
         if tensors != [self.signature.main_input]:
             raise Refusal(Reason.UNSUPPORTED_CALL, batch, f"tensors besides the patches: {tensors}")
@@ -138,7 +142,10 @@ class PackedEncoder(TowerEncoder):
     def _item(self, grid: Grid) -> EncoderItemSpec:
         spec = self.metadata.item(grid)
         if spec is None:
-            raise Refusal(Reason.INVALID_INPUT, detail=f"a grid of {grid}")
+            raise InvalidInputError(
+                f"{_GRID} holds {grid}, but a grid is (t, h, w) in patches, each at least 1, with "
+                f"h and w multiples of {self.metadata.merge_size}"
+            )
         return spec
 
     def _upload(self, grids: tuple[Grid, ...], key: GraphKey) -> torch.Tensor:

@@ -53,11 +53,16 @@ OVERSIZED = {"above_every_budget": 1, "above_among_others": 1}
 
 @dataclass(frozen=True)
 class Judgement:
-    """How an output compares: relative errors in the Frobenius norm, the worst over all tensors."""
+    """How one tensor of an output compares; relative errors in the Frobenius norm."""
 
     against_eager: float
     of_graph: float
     of_eager: float
+    numel: int
+
+    @classmethod
+    def of(cls, ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> Judgement:
+        return cls(error(ours, eager), error(ours, truth), error(eager, truth), ours.numel())
 
 
 class Case:
@@ -114,27 +119,35 @@ class Case:
             blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
             del blocks
 
-    def judge(self, output: Any, eager: Any, call: Mapping[str, Any]) -> Judgement:
-        """Compare an output with eager, and both with the float32 twin."""
+    def judge(self, output: Any, eager: Any, call: Mapping[str, Any]) -> list[Judgement]:
+        """Compare an output with eager, and both with the float32 twin; one judgement a tensor."""
         with torch.no_grad():
             widened = {name: _widened(value) for name, value in self._on_device(call).items()}
             truth = self.reference(**widened)
         ours, theirs, true = (tensors(o) for o in (output, eager, truth))
         assert [t.shape for t in ours] == [t.shape for t in theirs]
         assert [t.dtype for t in ours] == [t.dtype for t in theirs]
-        triples = list(zip(ours, theirs, true, strict=True))
-        return Judgement(
-            max(error(a, b) for a, b, _ in triples),
-            max(error(a, c) for a, _, c in triples),
-            max(error(b, c) for _, b, c in triples),
-        )
+        return [Judgement.of(*triple) for triple in zip(ours, theirs, true, strict=True)]
 
     def assert_equal_to_eager(self, output: Any, eager: Any, call: Mapping[str, Any]) -> None:
-        verdict = self.judge(output, eager, call)
-        if self.device.type == "cpu":
-            assert verdict.against_eager <= 1e-5, verdict
-        else:
-            assert verdict.of_graph <= 1.10 * verdict.of_eager, verdict
+        """The bound of docs/design.md for one call.
+
+        In half precision two right answers differ by their rounding, and the ratio of two such
+        errors over few numbers is itself random: hence the term that shrinks with their count.
+        """
+        for verdict in self.judge(output, eager, call):
+            if self.device.type == "cpu":
+                assert verdict.against_eager <= 1e-5, verdict
+            else:
+                slack = 1.10 + 4 / verdict.numel**0.5
+                assert verdict.of_graph <= slack * verdict.of_eager, verdict
+
+    def assert_as_exact_as_eager(self, verdicts: Sequence[Sequence[Judgement]]) -> None:
+        """The bound itself, over many calls together."""
+        for of_one_tensor in zip(*verdicts, strict=True):
+            ours = sum(v.of_graph**2 for v in of_one_tensor) ** 0.5
+            theirs = sum(v.of_eager**2 for v in of_one_tensor) ** 0.5
+            assert ours <= 1.10 * theirs + 1e-5, (ours, theirs)
 
     @property
     def _main_input(self) -> str:

@@ -34,17 +34,21 @@ def shared(case: Case) -> Iterator[Handle]:
 
 @torch.no_grad()
 def test_every_division_of_a_call_equals_eager(case: Case, shared: Handle) -> None:
+    verdicts = []
     for name, sizes in case.sizes.items():
         call = case.call(sizes)
         before = shared.stats()
         output = case.tower(**call)
         after = shared.stats()
-        case.assert_equal_to_eager(output, case.eager(call), call)
+        eager = case.eager(call)
+        case.assert_equal_to_eager(output, eager, call)
+        verdicts.append(case.judge(output, eager, call))
         oversized = OVERSIZED.get(name, 0)
         assert after.hits - before.hits == len(sizes) - oversized, name
         assert after.misses.get(Reason.ABOVE_BUDGET, 0) - before.misses.get(
             Reason.ABOVE_BUDGET, 0
         ) == (oversized), name
+    case.assert_as_exact_as_eager(verdicts)
 
 
 @torch.no_grad()
