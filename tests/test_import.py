@@ -76,5 +76,5 @@ def test_a_star_import_brings_the_public_names() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="^module 'mmgraph' has no attribute 'attatch'$"):
+    with pytest.raises(AttributeError, match=r"^module 'mmgraph' has no attribute 'attatch'$"):
         mmgraph.attatch  # noqa: B018

@@ -84,7 +84,9 @@ def run_scene(scene: Scene, device: torch.device, repeats: int) -> list[Row]:
     with attach(scene.model, scene.config) as handle:
         rows = [
             _attached_row(scene, call, handle, device, repeats, *results)
-            for call, *results in zip(scene.calls, eager, eager_ids, truth, strict=True)
+            for call, results in zip(
+                scene.calls, zip(eager, eager_ids, truth, strict=True), strict=True
+            )
         ]
         print(handle.report(), flush=True)
     return rows

@@ -156,7 +156,9 @@ def test_the_views_do_not_follow_the_mapping_they_were_made_from() -> None:
 
 @pytest.mark.parametrize("writer", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("device", DEVICES)
-def test_buffers_made_in_inference_mode_are_written_in_every_mode(device: str, writer: type) -> None:
+def test_buffers_made_in_inference_mode_are_written_in_every_mode(
+    device: str, writer: type
+) -> None:
     with torch.inference_mode():
         buffers = make_arena(device).views({"patches": patches(4)})
     assert not any(view.is_inference() for view in buffers.views.values())

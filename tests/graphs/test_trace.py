@@ -190,7 +190,7 @@ def test_an_error_of_the_callable_is_a_capture_error_that_names_it(backend: Trac
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise KeyError("no such layer\nsecond line")
 
-    with pytest.raises(CaptureError, match="^the call can't be recorded: KeyError: 'no such"):
+    with pytest.raises(CaptureError, match=r"^the call can't be recorded: KeyError: 'no such"):
         capture_one(backend, fail, torch.randn(6, 4))
 
 

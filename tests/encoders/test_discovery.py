@@ -1,0 +1,84 @@
+"""Discovery: the tower that a recipe names is what is found, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from mmgraph.encoders import PackedEncoder, RowsEncoder, encoder_for, find_towers
+from mmgraph.recipes import list_recipes, load_recipe
+
+TINY = [name for name in list_recipes() if name.endswith(":tiny")]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_tower_of_every_recipe_is_found(name: str) -> None:
+    recipe = load_recipe(name)
+    model = recipe.build_model(device="meta")
+    (tower,) = find_towers(model)
+    assert tower.name == recipe.encoder_path
+    assert tower.module is recipe.encoder_of(model)
+    assert tower.layout == recipe.layout
+    assert tower.modalities == recipe.modalities
+    expected = {"timm": ("forward", "forward_features")}.get(recipe.library, ("forward",))
+    assert tower.methods == expected
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tower_alone_is_found_as_the_model_itself(name: str) -> None:
+    recipe = load_recipe(name)
+    encoder = recipe.build_encoder(device="meta")
+    (tower,) = find_towers(encoder)
+    assert (tower.name, tower.module, tower.layout) == ("", encoder, recipe.layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "kind", "expected"),
+    [
+        ("qwen3_vl:tiny", "forward", PackedEncoder, "model.visual"),  # by its path
+        ("vit:tiny", "forward", RowsEncoder, "ViTModel"),  # by its class where it is the model
+        ("timm:tiny", "forward_features", RowsEncoder, "VisionTransformer.forward_features"),
+    ],
+)
+def test_the_encoder_of_a_tower_fits_its_layout_and_has_its_name(
+    name: str, method: str, kind: type, expected: str
+) -> None:
+    (tower,) = find_towers(load_recipe(name).build_model(device="meta"))
+    encoder = encoder_for(tower, method)
+    assert type(encoder) is kind
+    assert encoder.name == encoder.encoder_facts().name == expected
+
+
+def test_a_model_of_text_has_no_tower() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+    assert find_towers(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))) == []
+
+
+class TakesPixels(nn.Module):
+    """A layer of somebody's, called as a tower is, but without a config."""
+
+    def forward(self, pixel_values: object) -> object:
+        return pixel_values
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(nn.ReLU()), TakesPixels()])
+def test_a_plain_module_has_no_tower(module: nn.Module) -> None:
+    assert find_towers(module) == []
+
+
+def test_a_tower_deep_inside_a_plain_module_is_found_once() -> None:
+    encoder = load_recipe("vit:tiny").build_encoder(device="meta")
+    (tower,) = find_towers(nn.ModuleDict({"stack": nn.Sequential(encoder), "head": nn.ReLU()}))
+    assert (tower.name, tower.module) == ("stack.0", encoder)
+
+
+def test_two_towers_are_found_outermost_first() -> None:
+    vision, audio = (load_recipe(n).build_model(device="meta") for n in ("vit:tiny", "whisper:tiny"))
+    towers = find_towers(nn.ModuleDict({"a": vision, "b": audio}))
+    assert [(t.name, t.modalities) for t in towers] == [
+        ("a", ("image",)),
+        ("b.model.encoder", ("audio",)),
+    ]
+    assert towers[1].module is audio.model.encoder
