@@ -7,7 +7,7 @@ S attention segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
@@ -90,6 +90,14 @@ class EncoderBatch:
 
     items: tuple[EncoderItemSpec, ...]
     signature: Hashable = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.items, self.signature)))
+
+    def __hash__(self) -> int:
+        """Known from the start: batches and keys are looked up several times a call."""
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,15 @@ class GraphKey:
     segment_capacity: tuple[int, ...] = ()
     max_seqlen: tuple[int, ...] = ()
     signature: Hashable = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        bounds = (self.token_budget, self.segment_capacity, self.max_seqlen)
+        object.__setattr__(self, "_hash", hash((bounds, self.signature)))
+
+    def __hash__(self) -> int:
+        """Known from the start, see :class:`EncoderBatch`."""
+        return self._hash
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key can serve whatever one of `other` can."""

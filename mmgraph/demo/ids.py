@@ -2,8 +2,8 @@
 
 In half precision a different kernel rounds differently, and the language models here have random
 weights, whose best two tokens are often closer than that rounding. So where the ids part, the
-logits at that step are judged as everything else is: against float32, beside what eager itself
-loses. Equal ids are "yes", a parting that float32 can't blame on the graph is "tie".
+model in float32 decides. It is a tie if float32 sets the two tokens apart by less than what eager
+mode itself loses on a logit, and if the graph's logits are about as close to float32 as eager's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmgraph.encoders import eager_towers
 __all__ = ["Generated", "compare_ids", "generate", "relative_error", "widened"]
 
 _NEW_TOKENS = 8
-_MAX_ERROR_RATIO = 1.10
+_MAX_ERROR_RATIO = 1.5  # of one step: its error lies in few directions, so the ratio scatters
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,10 @@ def compare_ids(
         return "yes"
     step = int(different[0])
     truth = _float32_logits(model, prompt, eager.ids[:step])
-    ours = relative_error(graph.logits[step], truth)
-    return "tie" if ours <= _MAX_ERROR_RATIO * relative_error(eager.logits[step], truth) else "NO"
+    apart = (truth[eager.ids[step]] - truth[graph.ids[step]]).abs()
+    close = apart <= (eager.logits[step] - truth).abs().max()
+    ours, theirs = (relative_error(g.logits[step], truth) for g in (graph, eager))
+    return "tie" if close and ours <= _MAX_ERROR_RATIO * theirs else "NO"
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -66,16 +68,19 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """Hold a half-precision model in float32 for a while; the way there and back loses nothing."""
+    """Let a half-precision model compute in float32 for a while.
+
+    Its own storage is set aside and put back, not converted: graphs hold those addresses.
+    """
     parts = (*model.parameters(), *model.buffers())
-    narrow = [(p, p.dtype) for p in parts if p.dtype in (torch.bfloat16, torch.float16)]
-    for part, _ in narrow:
-        part.data = part.data.float()
+    narrow = [(p, p.data) for p in parts if p.dtype in (torch.bfloat16, torch.float16)]
+    for part, data in narrow:
+        part.data = data.float()
     try:
         yield
     finally:
-        for part, dtype in narrow:
-            part.data = part.data.to(dtype)
+        for part, data in narrow:
+            part.data = data
 
 
 def _float32_logits(

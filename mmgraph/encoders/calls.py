@@ -76,12 +76,19 @@ class CallSignature:
     flags: tuple[Hashable, ...]
 
 
-_FLAGS = ("output_hidden_states", "output_attentions", "return_dict")
+_FLAGS = ("output_hidden_states", "output_attentions", "_output_attentions", "return_dict")
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 def config_flags(config: Any) -> tuple[Hashable, ...]:
     """Values of the config's switches that change what a forward returns."""
-    return tuple(freeze(getattr(config, flag, None)) for flag in _FLAGS)
+    values = config.__dict__  # a config of transformers looks every attribute up in Python
+    return tuple(freeze(values.get(flag)) for flag in _FLAGS)
+
+
+def wants_attentions(signature: CallSignature) -> bool:
+    """Whether the call or the config asks for attention weights."""
+    return any(signature.flags[1:3]) or bool(dict(signature.constants).get("output_attentions"))
 
 
 def freeze(value: Any) -> Hashable:
@@ -90,8 +97,9 @@ def freeze(value: Any) -> Hashable:
     Raises:
         Refusal: It is no plain constant.
     """
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return value
+    if type(value) in _PLAIN:
+        plain: Hashable = value
+        return plain
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, tuple(freeze(v) for v in value))
     raise Refusal(Reason.UNSUPPORTED_CALL, detail=f"an argument of type {type(value).__name__}")

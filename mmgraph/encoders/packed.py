@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmgraph.encoders.calls import CallSignature
+from mmgraph.encoders.calls import CallSignature, wants_attentions
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
 from mmgraph.encoders.rows import runs
@@ -104,8 +104,10 @@ class PackedEncoder(TowerEncoder):
         else:
             offsets = _offsets([item.geometry for item in batch.items])
             pieces = [main[offsets[a] : offsets[b]] for a, b in runs(items)]
-        grids = tuple(batch.items[i].geometry for i in items)
-        return {self.signature.main_input: pieces, _METADATA: [self._upload(grids, key)]}
+        return {
+            self.signature.main_input: pieces,
+            _METADATA: [self._uploaded_metadata(batch, tuple(items), key)],
+        }
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
         main = self.signature.main_input
@@ -135,9 +137,18 @@ class PackedEncoder(TowerEncoder):
             signature = self._call_signature(mm_kwargs, tensors, frozenset({_GRID}))
         except Refusal as refusal:
             raise Refusal(refusal.reason, batch, str(refusal)) from None
-        if dict(signature.constants).get("output_attentions") or signature.flags[1]:
+        if wants_attentions(signature):
             raise Refusal(Reason.UNSUPPORTED_CALL, batch, "packed attention gives no weights")
         return EncoderBatch(batch.items, signature)
+
+    def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> Hashable:
+        """The grids by value, everything else as in other towers."""
+        grid = mm_kwargs.get(_GRID)
+        if not isinstance(grid, torch.Tensor):
+            return super()._fingerprint(mm_kwargs)
+        others = {name: value for name, value in mm_kwargs.items() if name != _GRID}
+        values = tuple(map(tuple, read_grids_on_host(grid)))
+        return (values, super()._fingerprint(others))
 
     def _item(self, grid: Grid) -> EncoderItemSpec:
         spec = self.metadata.item(grid)
@@ -148,24 +159,28 @@ class PackedEncoder(TowerEncoder):
             )
         return spec
 
-    def _upload(self, grids: tuple[Grid, ...], key: GraphKey) -> torch.Tensor:
-        """Metadata of `grids` on the tower's device: one pinned copy, remembered for next time."""
+    def _uploaded_metadata(
+        self, batch: EncoderBatch, items: tuple[int, ...], key: GraphKey
+    ) -> torch.Tensor:
+        """Metadata of some items on the tower's device, remembered for next time."""
         with self._lock:
-            known = self._uploaded.get((grids, key))
-            if known is not None:
-                self._uploaded.move_to_end((grids, key))
-                return known
+            known = self._uploaded.get((batch, items, key))
+            if known is None:
+                grids = tuple(batch.items[i].geometry for i in items)
+                known = self._uploaded[batch, items, key] = self._upload(grids, key)
+                if len(self._uploaded) > _CACHED_METADATA:
+                    self._uploaded.popitem(last=False)
+            else:
+                self._uploaded.move_to_end((batch, items, key))
+            return known
+
+    def _upload(self, grids: tuple[Grid, ...], key: GraphKey) -> torch.Tensor:
         device = self.device
         host = torch.empty(
             self.metadata.num_bytes(key), dtype=torch.uint8, pin_memory=device.type == "cuda"
         )
         self.metadata.fill(host.numpy(), grids, key)
-        uploaded = host.to(device, non_blocking=True)
-        with self._lock:
-            self._uploaded[grids, key] = uploaded
-            if len(self._uploaded) > _CACHED_METADATA:
-                self._uploaded.popitem(last=False)
-        return uploaded
+        return host.to(device, non_blocking=True)
 
     def _examples(self, budget: int, max_items: int) -> Sequence[EncoderBatch]:
         """One square image, and one of over half the budget among as many small ones as fit."""

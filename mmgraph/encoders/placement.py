@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
-__all__ = ["main_device", "main_dtype", "placement_problem"]
+__all__ = ["first_parameter", "main_dtype", "placement_problem"]
 
 
-def main_device(module: nn.Module) -> torch.device:
-    """Device of the first parameter; the CPU if there is none."""
-    parameter = next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+_ABSENT = torch.empty(0)
+
+
+def first_parameter(module: nn.Module) -> Callable[[], torch.Tensor]:
+    """Return a function that gives the first parameter as it is now, without a walk of modules.
+
+    A module without parameters gives an empty tensor on the CPU.
+    """
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                return partial(_parameter_of, owner, name)
+    return lambda: _ABSENT
+
+
+def _parameter_of(owner: nn.Module, name: str) -> torch.Tensor:
+    parameter = owner._parameters[name]
+    return _ABSENT if parameter is None else parameter
 
 
 def main_dtype(module: nn.Module) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
-from mmgraph.encoders.placement import main_device, main_dtype, placement_problem
+from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
 from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
 
 __all__ = ["TowerEncoder", "eager_towers", "encoder_for", "inside_tower"]
 
+_REMEMBERED_CALLS = 1024
 _inside: ContextVar[bool] = ContextVar("mmgraph_inside_tower", default=False)
 
 
@@ -53,6 +54,8 @@ class TowerEncoder(ABC):
         self.signature = TowerSignature(getattr(type(tower.module), method))
         self._config = getattr(tower.module, "config", None)
         self._example_signature: CallSignature | None = None
+        self._batches: dict[Hashable, EncoderBatch] = {}
+        self._probe = first_parameter(tower.module)
 
     @property
     def name(self) -> str:
@@ -63,7 +66,7 @@ class TowerEncoder(ABC):
     @property
     def device(self) -> torch.device:
         """Device of the tower's weights."""
-        return main_device(self.tower.module)
+        return self._probe().device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,7 +119,7 @@ class TowerEncoder(ABC):
         Raises:
             Refusal: No graph can serve it.
         """
-        batch = self._read_items(mm_kwargs)
+        batch = self._remembered_items(mm_kwargs)
         if not batch.items:
             raise Refusal(Reason.NO_ITEMS, batch)
         reason = self._mode_reason(mm_kwargs)
@@ -144,6 +147,29 @@ class TowerEncoder(ABC):
     def check_placement(self) -> str | None:
         """Say why no graph can use the tower's weights where they are, or ``None``."""
         return placement_problem(self.tower.module)
+
+    def _remembered_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        """Like `_read_items`, at the cost of a lookup where the same kind of call was seen."""
+        fingerprint = self._fingerprint(mm_kwargs)
+        batch = self._batches.get(fingerprint)
+        if batch is None:
+            batch = self._read_items(mm_kwargs)
+            if len(self._batches) >= _REMEMBERED_CALLS:
+                self._batches.clear()
+            self._batches[fingerprint] = batch
+        return batch
+
+    def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> Hashable:
+        """Everything that `_read_items` looks at, as cheaply as that can be had."""
+        return (
+            tuple(
+                (name, value.shape, value.dtype, value.device)
+                if isinstance(value, torch.Tensor)
+                else (name, _fingerprint_of(value))
+                for name, value in mm_kwargs.items()
+            ),
+            () if self._config is None else config_flags(self._config),
+        )
 
     def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
         module = self.tower.module
@@ -176,13 +202,20 @@ class TowerEncoder(ABC):
                 and name not in left_out
                 and not self.signature.is_default(name, value)
             ),
-            flags=config_flags(self._config),
+            flags=() if self._config is None else config_flags(self._config),
         )
 
     @staticmethod
     def _constants(key: GraphKey) -> dict[str, Any]:
         assert isinstance(key.signature, CallSignature)
         return {name: thaw(value) for name, value in key.signature.constants}
+
+
+def _fingerprint_of(value: Any) -> Hashable:
+    try:
+        return freeze(value)
+    except Refusal:  # such a call is refused when it is read
+        return id(value)
 
 
 def encoder_for(tower: Tower, method: str = "forward") -> TowerEncoder:

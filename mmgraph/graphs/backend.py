@@ -52,7 +52,7 @@ class GraphBackend(ABC):
         """Allocate from `pool`, of ``torch.cuda.graph_pool_handle()``; call before any capture."""
 
     @abstractmethod
-    def ordered(self) -> AbstractContextManager[None]:
+    def ordered(self) -> AbstractContextManager[Any]:
         """Run a block alone: after every earlier block, whatever thread or stream that was on."""
 
     @abstractmethod

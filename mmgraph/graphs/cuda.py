@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -91,8 +91,8 @@ class CudaBackend(GraphBackend):
         self._device = torch.device("cuda", index)
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._last_use: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._lock = threading.RLock()
+        self._order = _Order(self._device, self._lock)
 
     def use_pool(self, pool: Any | None) -> None:
         if pool is not None:
@@ -153,21 +153,37 @@ class CudaBackend(GraphBackend):
                 raise
             raise CaptureError(f"the capture failed: {_root_message(error)}") from error
 
-    @contextmanager
-    def ordered(self) -> Iterator[None]:
-        with self._lock:
-            stream = torch.cuda.current_stream(self._device)
-            if self._last_use is not None and self._last_use[0] != stream:
-                stream.wait_event(self._last_use[1])
-            try:
-                yield
-            finally:
-                event = torch.cuda.Event() if self._last_use is None else self._last_use[1]
-                event.record(stream)
-                self._last_use = (stream, event)
+    def ordered(self) -> AbstractContextManager[None]:
+        return self._order
 
     def busy(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+
+class _Order(AbstractContextManager[None]):
+    """Makes whoever enters wait, on their own stream, for what was done inside before."""
+
+    def __init__(self, device: torch.device, lock: threading.RLock) -> None:
+        self._device = device
+        self._lock = lock
+        self._event: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        stream = torch.cuda.current_stream(self._device)
+        if self._event is not None and stream != self._stream:
+            stream.wait_event(self._event)
+        self._stream = stream
+
+    def __exit__(self, *_: object) -> None:
+        assert self._stream is not None, "entered before"
+        try:
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+        finally:
+            self._lock.release()
 
 
 def _reserved_bytes(device: torch.device) -> int:

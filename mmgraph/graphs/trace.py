@@ -10,8 +10,8 @@ The call is traced on fake tensors: on real ones a ``.tolist()`` would be baked 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -72,10 +72,8 @@ class TraceBackend(GraphBackend):
     def use_pool(self, pool: Any | None) -> None:
         """Do nothing: a recording allocates as it runs."""
 
-    @contextmanager
-    def ordered(self) -> Iterator[None]:
-        with self._lock:
-            yield
+    def ordered(self) -> AbstractContextManager[Any]:
+        return self._lock
 
     def busy(self) -> bool:
         return False

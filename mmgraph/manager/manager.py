@@ -99,6 +99,7 @@ class EncoderCudaGraphManager:
         self._failed: dict[GraphKey, Reason] = {}
         self._arenas: dict[Hashable, BufferArena] = {}
         self._plans: OrderedDict[EncoderBatch, Plan] = OrderedDict()
+        self._debug = debug_enabled()
         self._stats = StatsRecorder()
         self._warn_once = WarnOnce(_logger)
         self._lock = threading.RLock()
@@ -281,7 +282,7 @@ class EncoderCudaGraphManager:
         self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, replay: Replay
     ) -> list[torch.Tensor]:
         entry = self._entries[replay.key]
-        if debug_enabled():
+        if self._debug:
             entry.buffers.check_addresses()
         entry.buffers.load(self.model.replay_inputs(mm_kwargs, batch, replay.items, replay.key))
         tensors = entry.graph.replay()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mmgraph import Reason, Refusal
 from mmgraph.encoders import TowerSignature
 from mmgraph.encoders.calls import config_flags, freeze, thaw
+from mmgraph.recipes import load_recipe
 
 constants = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
@@ -92,18 +93,15 @@ def test_what_is_no_constant_is_refused_by_its_type(value: Any, named: str) -> N
     assert caught.value.reason is Reason.UNSUPPORTED_CALL
 
 
-class Config:
-    output_hidden_states = True
-    output_attentions = None
-
-
 def test_the_flags_of_a_config_are_read_each_time() -> None:
-    config = Config()
-    before = config_flags(config)
-    config.return_dict = False
-    assert before != config_flags(config)
-    config.output_hidden_states = False
-    assert len({before, config_flags(config), config_flags(None)}) == 3
+    config = load_recipe("vit:tiny").config()
+    seen = [config_flags(config)]
+    for flag in ("output_hidden_states", "return_dict", "output_attentions"):
+        if flag == "output_attentions":
+            config._attn_implementation = "eager"  # only so can it be switched on
+        setattr(config, flag, not getattr(config, flag))
+        seen.append(config_flags(config))
+    assert len(set(seen)) == 4
 
 
 class Towers:

@@ -1,0 +1,481 @@
+"""Encoders of both layouts: what they read off a call, and which calls they refuse and why."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from mmgraph import (
+    EncoderBatch,
+    EncoderItemSpec,
+    GraphKey,
+    InvalidInputError,
+    Reason,
+    Refusal,
+    supports_encoder_cudagraph,
+)
+from mmgraph.encoders import CallSignature, TowerEncoder, encoder_for, find_towers
+from mmgraph.recipes import load_recipe
+
+GRIDS = [(1, 4, 4), (2, 2, 4), (1, 6, 2)]
+OFFSETS = [0, 16, 32, 44]
+LAYOUTS = {"rows": "vit:tiny", "packed": "qwen2_vl:tiny"}
+TOKENS_PER_ROW = 16
+
+
+def make_encoder(layout: str) -> TowerEncoder:
+    (tower,) = find_towers(load_recipe(LAYOUTS[layout]).build_encoder())
+    return encoder_for(tower)
+
+
+@pytest.fixture(scope="module")
+def encoders() -> dict[str, TowerEncoder]:
+    """Of each layout one that no test changes."""
+    return {layout: make_encoder(layout) for layout in LAYOUTS}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def encoder(layout: str, encoders: dict[str, TowerEncoder]) -> TowerEncoder:
+    return encoders[layout]
+
+
+@pytest.fixture
+def rows(encoders: dict[str, TowerEncoder]) -> TowerEncoder:
+    return encoders["rows"]
+
+
+@pytest.fixture
+def packed(encoders: dict[str, TowerEncoder]) -> TowerEncoder:
+    return encoders["packed"]
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def call_of(layout: str, num_items: int = 3) -> dict[str, Any]:
+    """Every number in it is another, so that a row in the wrong place shows."""
+    if layout == "rows":
+        numbers = torch.arange(float(num_items * 3 * 64 * 64))
+        return {"pixel_values": numbers.reshape(num_items, 3, 64, 64) / numbers.numel()}
+    rows = OFFSETS[num_items]
+    return {
+        "hidden_states": torch.arange(float(rows * 1176)).reshape(rows, 1176) / (rows * 1176),
+        "grid_thw": torch.tensor(GRIDS[:num_items]).reshape(-1, 3),
+    }
+
+
+def refusal_of(encoder: TowerEncoder, call: dict[str, Any]) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        encoder.item_specs(call)
+    return caught.value
+
+
+def test_encoders_are_what_the_manager_asks_for(encoder: TowerEncoder) -> None:
+    assert supports_encoder_cudagraph(encoder)
+
+
+def test_rows_are_items_of_as_many_tokens_as_patches(rows: TowerEncoder) -> None:
+    batch = rows.item_specs(call_of("rows"))
+    assert batch.items == (EncoderItemSpec(TOKENS_PER_ROW),) * 3
+    facts = rows.encoder_facts()
+    assert (facts.layout, facts.tokens_per_row) == ("rows", TOKENS_PER_ROW)
+    assert (facts.modalities, facts.eager_returns) == (("image",), "tree")
+
+
+def test_packed_items_are_read_off_the_grids(packed: TowerEncoder) -> None:
+    batch = packed.item_specs(call_of("packed"))
+    assert [item.num_tokens for item in batch.items] == [16, 16, 12]
+    assert [item.num_segments for item in batch.items] == [(1,), (2,), (1,)]
+    assert [item.geometry for item in batch.items] == GRIDS
+    facts = packed.encoder_facts()
+    assert (facts.layout, facts.token_granularity, facts.tokens_per_row) == ("packed", 4, 1)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        torch.tensor(GRIDS),
+        torch.tensor(GRIDS, dtype=torch.int32),
+        GRIDS,  # a list of tuples
+        [list(g) for g in GRIDS],
+    ],
+    ids=["int64", "int32", "tuples", "lists"],
+)
+def test_grids_may_be_tensors_or_lists(packed: TowerEncoder, grid: Any) -> None:
+    call = call_of("packed")
+    assert packed.item_specs({**call, "grid_thw": grid}) == packed.item_specs(call)
+
+
+def test_a_lone_grid_is_one_item(packed: TowerEncoder) -> None:
+    call = call_of("packed", 1)
+    assert packed.item_specs({**call, "grid_thw": torch.tensor(GRIDS[0])}) == packed.item_specs(
+        call
+    )
+
+
+def test_the_signature_is_what_a_capture_bakes_in(encoder: TowerEncoder, layout: str) -> None:
+    name = encoder.signature.main_input
+    call = call_of(layout)
+    signature = encoder.item_specs(call).signature
+    assert isinstance(signature, CallSignature)
+    assert signature.tensors == ((name, tuple(call[name].shape[1:]), torch.float32),)
+    assert signature.constants == ()
+    hash(signature)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda call, name: {**call, name: call[name] + 1}, True),  # contents
+        (lambda call, name: {**call, "use_cache": True}, True),  # a word for the decoder
+        (lambda call, name: {**call, name: call[name].half()}, False),  # dtype
+        (lambda call, name: {**call, name: call[name][..., :-1]}, False),  # trailing shape
+        (lambda call, name: {**call, "output_hidden_states": True}, False),  # a constant
+        (lambda call, name: {**call, "more": [1, 2]}, False),  # a list of numbers
+    ],
+    ids=["contents", "use_cache", "dtype", "shape", "constant", "list"],
+)
+def test_calls_share_graphs_only_if_they_have_one_signature(
+    encoder: TowerEncoder, layout: str, change: Any, same: bool
+) -> None:
+    call = call_of(layout)
+    changed = change(call, encoder.signature.main_input)
+    signatures = [encoder.item_specs(c).signature for c in (call, changed)]
+    assert (signatures[0] == signatures[1]) is same
+
+
+def test_the_number_of_items_is_not_in_the_signature(encoder: TowerEncoder, layout: str) -> None:
+    one, three = (encoder.item_specs(call_of(layout, n)).signature for n in (1, 3))
+    assert one == three
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "return_dict"])
+def test_a_switch_of_the_config_is_in_the_signature(layout: str, flag: str) -> None:
+    encoder = make_encoder(layout)
+    call = call_of(layout)
+    before = encoder.item_specs(call).signature
+    setattr(encoder.tower.module.config, flag, not getattr(encoder.tower.module.config, flag))
+    assert encoder.item_specs(call).signature != before
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="tensors are listed as they came")
+def test_the_order_of_keywords_is_not_in_the_signature(rows: TowerEncoder) -> None:
+    call = {**call_of("rows"), "mask": torch.ones(3, 16)}
+    turned = dict(reversed(call.items()))
+    assert rows.item_specs(call) == rows.item_specs(turned)
+
+
+@pytest.mark.parametrize("items", [[0], [2], [0, 2], [2, 0], [0, 1, 2]])
+def test_select_items_of_rows_takes_these_rows_of_every_tensor(
+    rows: TowerEncoder, items: list[int]
+) -> None:
+    call = {**call_of("rows"), "mask": torch.arange(3), "interpolate_pos_encoding": False}
+    selected = rows.select_items(call, items)
+    assert torch.equal(selected["pixel_values"], call["pixel_values"][items])
+    assert selected["mask"].tolist() == items
+    assert selected["interpolate_pos_encoding"] is False
+    assert list(selected) == list(call)
+
+
+@pytest.mark.parametrize("items", [[0], [2], [0, 2], [2, 0], [0, 1, 2]])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_select_items_of_packed_takes_their_patches_and_grids(
+    packed: TowerEncoder, items: list[int], as_list: bool
+) -> None:
+    call = {**call_of("packed"), "output_hidden_states": True}
+    given = {**call, "grid_thw": GRIDS} if as_list else call
+    selected = packed.select_items(given, items)
+    patches = [row for i in items for row in range(OFFSETS[i], OFFSETS[i + 1])]
+    assert torch.equal(selected["hidden_states"], call["hidden_states"][patches])
+    assert selected["grid_thw"].tolist() == [list(GRIDS[i]) for i in items]
+    assert selected["output_hidden_states"] is True
+    assert call["grid_thw"].tolist() == [list(g) for g in GRIDS]
+
+
+@pytest.mark.parametrize("items", [(0,), (1,), (0, 2), (1, 2), (0, 1, 2)])
+def test_replay_inputs_are_the_rows_of_the_items_end_to_end(
+    encoder: TowerEncoder, layout: str, items: tuple[int, ...]
+) -> None:
+    call, name = call_of(layout), encoder.signature.main_input
+    batch = encoder.item_specs(call)
+    key = GraphKey(64, (8,), (64,), batch.signature)
+    pieces = encoder.replay_inputs(call, batch, items, key)[name]
+    assert torch.equal(torch.cat(list(pieces)), encoder.select_items(call, items)[name])
+    assert all(p.untyped_storage().data_ptr() == call[name].data_ptr() for p in pieces)
+
+
+def test_capture_inputs_hold_the_budget_of_the_key(encoder: TowerEncoder, layout: str) -> None:
+    call, name = call_of(layout), encoder.signature.main_input
+    key = GraphKey(64, (8,), (64,), encoder.item_specs(call).signature)
+    specs = encoder.capture_inputs(key)
+    rows = {"rows": 64 // TOKENS_PER_ROW, "packed": 64}[layout]
+    assert specs[name].shape == (rows, *call[name].shape[1:])
+    assert specs[name].dtype == torch.float32
+    assert set(specs) - {name} == ({"metadata"} if layout == "packed" else set())
+
+
+def test_an_uploaded_block_is_remembered_by_grids_and_key(packed: TowerEncoder) -> None:
+    call = call_of("packed")
+    batch = packed.item_specs(call)
+    key, other = (GraphKey(n, (8,), (64,), batch.signature) for n in (64, 128))
+
+    def block(items: tuple[int, ...], key: GraphKey) -> torch.Tensor:
+        (piece,) = packed.replay_inputs(call, batch, items, key)["metadata"]
+        return piece
+
+    first = block((0, 1), key)
+    assert block((0, 1), key) is first
+    assert block((0, 1), other).numel() > first.numel()
+    assert not torch.equal(block((1, 2), key), first)
+
+
+def training(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    encoder.tower.module.train()
+    return nullcontext()
+
+
+def weights_want_gradients(
+    encoder: TowerEncoder, call: dict[str, Any]
+) -> AbstractContextManager[Any]:
+    return torch.enable_grad()
+
+
+def input_wants_gradients(
+    encoder: TowerEncoder, call: dict[str, Any]
+) -> AbstractContextManager[Any]:
+    encoder.tower.module.requires_grad_(False)
+    call[encoder.signature.main_input].requires_grad_()
+    return torch.enable_grad()
+
+
+def autocast(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def integers(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    call[encoder.signature.main_input] = call[encoder.signature.main_input].long()
+    return nullcontext()
+
+
+def inputs_on_meta(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    call[encoder.signature.main_input] = call[encoder.signature.main_input].to("meta")
+    return nullcontext()
+
+
+def weights_on_meta(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    encoder.tower.module.to("meta")
+    return nullcontext()
+
+
+def mapping(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    call["more"] = {"a": 1}
+    return nullcontext()
+
+
+def no_main_input(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    del call[encoder.signature.main_input]
+    return nullcontext()
+
+
+def list_input(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    call[encoder.signature.main_input] = call[encoder.signature.main_input].tolist()
+    return nullcontext()
+
+
+def flat_input(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextManager[Any]:
+    call[encoder.signature.main_input] = call[encoder.signature.main_input].flatten()
+    return nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "num_items"),
+    [
+        (training, Reason.TRAINING, 3),
+        (weights_want_gradients, Reason.GRAD, 3),
+        (input_wants_gradients, Reason.GRAD, 3),
+        (autocast, Reason.AUTOCAST, 3),
+        (integers, Reason.DTYPE, 3),
+        (inputs_on_meta, Reason.PLACEMENT, 3),
+        (weights_on_meta, Reason.PLACEMENT, 3),
+        (mapping, Reason.UNSUPPORTED_CALL, 3),
+        (no_main_input, Reason.UNSUPPORTED_CALL, 1),  # can't be read: counts as one
+        (list_input, Reason.UNSUPPORTED_CALL, 1),
+        (flat_input, Reason.UNSUPPORTED_CALL, 1),
+    ],
+)
+def test_calls_in_the_wrong_mode_are_refused(
+    layout: str, change: Any, reason: Reason, num_items: int
+) -> None:
+    encoder, call = make_encoder(layout), call_of(layout)
+    encoder.item_specs(call)  # it is fine before the change
+    with change(encoder, call):
+        refusal = refusal_of(encoder, call)
+    assert refusal.reason is reason
+    assert refusal.num_items == num_items
+
+
+def test_no_items_are_refused_as_none(encoder: TowerEncoder, layout: str) -> None:
+    refusal = refusal_of(encoder, call_of(layout, 0))
+    assert refusal.reason is Reason.NO_ITEMS
+    assert refusal.num_items == 0
+
+
+def test_a_call_inside_a_compiler_is_refused(
+    encoder: TowerEncoder, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert refusal_of(encoder, call_of(layout)).reason is Reason.COMPILING
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_every_mode_is_served(
+    encoder: TowerEncoder, layout: str, mode: type
+) -> None:
+    with torch.enable_grad(), mode():
+        assert len(encoder.item_specs(call_of(layout)).items) == 3
+
+
+def test_frozen_weights_are_served_with_gradients_enabled(layout: str) -> None:
+    encoder = make_encoder(layout)
+    encoder.tower.module.requires_grad_(False)
+    with torch.enable_grad():
+        assert len(encoder.item_specs(call_of(layout)).items) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"mask": torch.ones(2)}, Reason.UNSUPPORTED_CALL),  # fewer entries than rows
+        ({"mask": torch.ones(())}, Reason.UNSUPPORTED_CALL),  # none
+        ({"mask": torch.ones(3, device="meta")}, Reason.DEVICE),  # elsewhere
+    ],
+)
+def test_tensors_that_do_not_go_with_the_rows_are_refused(
+    rows: TowerEncoder, more: dict[str, Any], reason: Reason
+) -> None:
+    refusal = refusal_of(rows, {**call_of("rows"), **more})
+    assert refusal.reason is reason
+    assert refusal.num_items == 3
+
+
+def test_tensors_that_go_with_the_rows_are_buffers_of_their_own(rows: TowerEncoder) -> None:
+    call = {**call_of("rows"), "mask": torch.ones(3, 16, dtype=torch.bool)}
+    batch = rows.item_specs(call)
+    specs = rows.capture_inputs(GraphKey(64, signature=batch.signature))
+    assert (specs["mask"].shape, specs["mask"].dtype) == ((4, 16), torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("more", "detail"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 44])}, "tensors besides the patches"),  # ours to make
+        ({"output_attentions": True}, "packed attention gives no weights"),
+    ],
+)
+def test_packed_calls_with_more_than_patches_are_refused(
+    packed: TowerEncoder, more: dict[str, Any], detail: str
+) -> None:
+    refusal = refusal_of(packed, {**call_of("packed"), **more})
+    assert refusal.reason is Reason.UNSUPPORTED_CALL
+    assert refusal.num_items == 3
+    assert str(refusal).startswith(detail)
+
+
+def test_attention_weights_asked_for_by_the_config_are_refused() -> None:
+    encoder = make_encoder("packed")
+    encoder.tower.module.set_attn_implementation("eager")
+    encoder.tower.module.config.output_attentions = True
+    assert refusal_of(encoder, call_of("packed")).reason is Reason.UNSUPPORTED_CALL
+
+
+def test_patches_without_a_grid_are_refused(packed: TowerEncoder) -> None:
+    call = {**call_of("packed"), "grid_thw": None}
+    assert refusal_of(packed, call).reason is Reason.UNSUPPORTED_CALL
+
+
+@pytest.mark.parametrize(
+    ("grids", "message"),
+    [
+        # more patches than there are, where eager mode would read beyond them
+        ([(1, 4, 4)] * 3, "stands for 48 patches, but hidden_states has 44 rows"),
+        # fewer
+        ([(1, 4, 4)], "stands for 16 patches, but hidden_states has 44 rows"),
+        # none at all
+        ([], "stands for 0 patches, but hidden_states has 44 rows"),
+        # not a whole number of merge groups
+        ([(1, 4, 11)], "holds (1, 4, 11), but a grid is (t, h, w) in patches"),
+        # negative, with the right product
+        ([(1, -4, -11)], "holds (1, -4, -11), but"),
+        # nothing in it
+        ([*GRIDS, (0, 4, 4)], "holds (0, 4, 4), but"),
+        # no time
+        ([(4, 11)], "holds (4, 11), but"),
+    ],
+)
+def test_grids_that_contradict_the_patches_are_an_error(
+    packed: TowerEncoder, grids: list[tuple[int, ...]], message: str
+) -> None:
+    for grid in (grids, torch.tensor(grids) if grids else torch.empty(0, 3, dtype=torch.int64)):
+        with pytest.raises(InvalidInputError, match=re.escape(message)):
+            packed.item_specs({**call_of("packed"), "grid_thw": grid})
+
+
+@pytest.mark.parametrize(("budget", "max_items"), [(64, 1), (64, 8), (256, 3), (16, 8)])
+def test_examples_fit_their_budget(
+    encoder: TowerEncoder, layout: str, budget: int, max_items: int
+) -> None:
+    examples = encoder.encoder_facts().examples(budget, max_items)
+    assert examples
+    for example in examples:
+        assert 1 <= len(example.items) <= (max_items if layout == "packed" else budget)
+        assert sum(item.num_tokens for item in example.items) <= budget
+        assert example.signature == encoder.item_specs(call_of(layout)).signature
+
+
+def test_an_example_of_a_budget_fills_it(encoder: TowerEncoder) -> None:
+    (first, *_) = encoder.encoder_facts().examples(64, 1)
+    assert sum(item.num_tokens for item in first.items) == 64
+
+
+def test_a_rehearsed_call_is_what_examples_look_like(layout: str) -> None:
+    encoder = make_encoder(layout)
+    call = {**call_of(layout), "output_hidden_states": True}
+    encoder.rehearse(call)
+    (example, *_) = encoder.encoder_facts().examples(64, 8)
+    assert example.signature == encoder.item_specs(call).signature
+
+
+def test_an_example_call_runs(encoder: TowerEncoder) -> None:
+    call = encoder.example_call()
+    assert isinstance(encoder.item_specs(call), EncoderBatch)
+    output = encoder.embed_multimodal(**call)
+    assert torch.isfinite(output.last_hidden_state).all()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="torch.randn on the global generator")
+def test_an_example_call_draws_no_random_number_of_the_user(encoder: TowerEncoder) -> None:
+    state = torch.get_rng_state()
+    encoder.example_call()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_encoder_calls_the_method_as_it_was_when_it_was_made(layout: str) -> None:
+    encoder, call = make_encoder(layout), call_of(layout)
+    before = copy.deepcopy(encoder.tower.module)
+    encoder.tower.module.forward = lambda **_: pytest.fail("somebody's wrapper was called")
+    output = encoder.embed_multimodal(**call)
+    assert torch.equal(output.last_hidden_state, before(**call).last_hidden_state)
