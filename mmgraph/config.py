@@ -54,6 +54,9 @@ class GraphConfig:
     def __post_init__(self) -> None:
         _check_budgets("token_budgets", self.token_budgets)
         _check_budgets("row_budgets", self.row_budgets)
+        for name in ("token_budgets", "row_budgets"):
+            if isinstance(getattr(self, name), list):  # hashable, like every other setting
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_positive("max_items", self.max_items)
         _check_positive("max_graphs", self.max_graphs)
         _check_choice("capture", self.capture, get_args(CaptureMode))
@@ -68,6 +71,8 @@ class GraphConfig:
 def _check_budgets(name: str, budgets: tuple[int, ...] | None) -> None:
     if budgets is None:
         return
+    if not isinstance(budgets, (tuple, list)):
+        raise ConfigError(f"{name} must be a tuple of integers or None, got {budgets!r}")
     if not budgets:
         raise ConfigError(f"{name} is empty: give at least one budget, or None to infer them")
     for budget in budgets:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +99,10 @@ class EncoderBatch:
         """Known from the start: batches and keys are looked up several times a call."""
         return self._hash
 
+    def __reduce__(self) -> tuple[type[EncoderBatch], tuple[Any, ...]]:
+        """Pickle without the hash: that of a string differs between processes."""
+        return (type(self), (self.items, self.signature))
+
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
@@ -124,6 +128,11 @@ class GraphKey:
     def __hash__(self) -> int:
         """Known from the start, see :class:`EncoderBatch`."""
         return self._hash
+
+    def __reduce__(self) -> tuple[type[GraphKey], tuple[Any, ...]]:
+        """Pickle without the hash, see :class:`EncoderBatch`."""
+        bounds = (self.token_budget, self.segment_capacity, self.max_seqlen)
+        return (type(self), (*bounds, self.signature))
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key can serve whatever one of `other` can."""
@@ -175,7 +184,8 @@ class EncoderFacts:
         min_tokens: Tokens of the smallest sensible item.
         max_tokens: Tokens of the largest item that should be captured by default.
         eager_returns: "tree" if ``embed_multimodal`` returns what ``encoder_forward`` returns,
-            "items" if it returns one tensor an item.
+            "items" if it returns one tensor an item; then only the first tensor that
+            ``encoder_forward`` returns is kept.
         examples: Batches that calls of about `budget` tokens and at most `max_items` items look
             like, given both; what they need is captured up front.
     """

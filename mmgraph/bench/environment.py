@@ -45,10 +45,11 @@ class Environment:
     dirty: bool | None
 
     @classmethod
-    def read(cls, device: torch.device) -> Environment:
-        """Describe this process as it runs on `device`."""
+    def read(cls, device: torch.device, commit: str | None = None) -> Environment:
+        """Describe this process as it runs on `device`; `commit` is for a tree without history."""
         cuda = device.type == "cuda"
-        commit, dirty = _checkout()
+        checkout, dirty = _checkout()
+        commit = checkout or commit
         return cls(
             gpu=torch.cuda.get_device_name(device) if cuda else None,
             driver=_driver() if cuda else None,

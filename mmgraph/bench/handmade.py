@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from mmgraph.bench.sizes import CallSize
 from mmgraph.bench.subject import Subject
 from mmgraph.bench.timing import Call
 from mmgraph.encoders import PackedEncoder
-from mmgraph.ops import VARLEN_ATTENTION, register_varlen_attention
 from mmgraph.types import GraphKey
 
-__all__ = ["capture_by_hand", "precomputed_metadata", "use_varlen_attention"]
+__all__ = ["capture_by_hand", "precomputed_metadata"]
 
 _WARMUP_CALLS = 3
 
@@ -53,12 +51,3 @@ def precomputed_metadata(subject: Subject, size: CallSize) -> dict[str, Any]:
     block = torch.empty(encoder.metadata.num_bytes(key), dtype=torch.uint8)
     encoder.metadata.fill(block.numpy(), (grid,) * size.items, key)
     return encoder.metadata.kwargs(block.to(encoder.device), key)
-
-
-def use_varlen_attention(tower: nn.Module) -> None:
-    """Let the tower attend by segments without a host read, for good: it is a twin of its own."""
-    register_varlen_attention()
-    for module in tower.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            config._attn_implementation_internal = VARLEN_ATTENTION

@@ -80,6 +80,8 @@ class BenchOptions:
     """Timed calls of each variant."""
     warmup: int
     """Calls of each variant before them."""
+    commit: str | None = None
+    """Commit to report where the tree has no git history of its own."""
 
     @classmethod
     def resolve(cls, namespace: argparse.Namespace) -> BenchOptions:
@@ -103,6 +105,7 @@ class BenchOptions:
             batches=tuple(namespace.batch or defaults.batches),
             repeats=namespace.repeats or defaults.repeats,
             warmup=namespace.warmup,
+            commit=namespace.commit,
         )
 
 
@@ -123,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--repeats", type=_positive, metavar="N", help="timed calls; default: 30")
     add("--warmup", type=_count, default=2, metavar="N", help="calls before them; default: 2")
     add("--out", type=Path, metavar="DIR", help="write bench.json, bench.md and bench.png there")
+    add("--commit", metavar="SHA", help="commit to report, for a tree that came without .git")
     add("--quick", action="store_true", help="fewer sizes and repeats, where none are given")
 
 

@@ -32,7 +32,7 @@ def run(options: BenchOptions, command: str = "", on_row: OnRow = lambda row: No
         command: The command line, for the report.
         on_row: Called with each row when it is there.
     """
-    environment, date = Environment.read(options.device), datetime.now(timezone.utc)
+    environment, date = Environment.read(options.device, options.commit), datetime.now(timezone.utc)
     rows: list[Row] = []
     for recipe in options.recipes:
         rows += _measure_model(recipe, options, on_row)

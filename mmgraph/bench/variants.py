@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from mmgraph.attachment import Handle, attach
-from mmgraph.bench.handmade import capture_by_hand, precomputed_metadata, use_varlen_attention
+from mmgraph.bench.handmade import capture_by_hand, precomputed_metadata
 from mmgraph.bench.results import DEFAULT, EAGER, EXACT, HAND_MADE, METADATA, Served
 from mmgraph.bench.sizes import CallSize
 from mmgraph.bench.subject import Inputs, Subject
 from mmgraph.bench.timing import Call
 from mmgraph.config import GraphConfig
+from mmgraph.encoders import use_attention_implementation
+from mmgraph.ops import VARLEN_ATTENTION
 from mmgraph.stats import EncoderStats
 
 __all__ = ["Variants", "open_variants"]
@@ -51,7 +53,7 @@ def open_variants(subject: Subject, size: CallSize, inputs: Inputs) -> Iterator[
 
 
 def _precomputed(subject: Subject, size: CallSize, inputs: Inputs) -> Call:
-    use_varlen_attention(subject.precomputed)
+    use_attention_implementation(subject.precomputed, VARLEN_ATTENTION)  # it is a twin of its own
     return partial(subject.precomputed, inputs.main, **precomputed_metadata(subject, size))
 
 

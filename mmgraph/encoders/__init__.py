@@ -2,7 +2,7 @@
 
 from mmgraph.encoders.calls import CallSignature, TowerCall, TowerSignature
 from mmgraph.encoders.discovery import Tower, find_towers
-from mmgraph.encoders.packed import PackedEncoder
+from mmgraph.encoders.packed import PackedEncoder, use_attention_implementation
 from mmgraph.encoders.rows import RowsEncoder
 from mmgraph.encoders.tower import TowerEncoder, eager_towers, encoder_for, inside_tower
 
@@ -18,4 +18,5 @@ __all__ = [
     "encoder_for",
     "find_towers",
     "inside_tower",
+    "use_attention_implementation",
 ]

@@ -27,6 +27,10 @@ class TowerSignature:
     Args:
         forward: The function of the class, which says more than what may stand in its place on
             an instance; its first parameter, self, is left out.
+
+    Attributes:
+        names: Parameters that may be given by position.
+        main_input: The first of them.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -34,12 +38,8 @@ class TowerSignature:
         kinds = inspect.Parameter
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         self.names = tuple(p.name for p in parameters if p.kind in positional)
+        self.main_input = self.names[0]
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-
-    @property
-    def main_input(self) -> str:
-        """Name of the first parameter."""
-        return self.names[0]
 
     def is_default(self, name: str, value: Any) -> bool:
         """Whether giving `value` for the parameter `name` is the same as leaving it out."""
@@ -82,8 +82,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 def config_flags(config: Any) -> tuple[Hashable, ...]:
     """Values of the config's switches that change what a forward returns."""
-    values = config.__dict__  # a config of transformers looks every attribute up in Python
-    return tuple(freeze(values.get(flag)) for flag in _FLAGS)
+    # Not getattr: a config of transformers looks every attribute up in Python.
+    return tuple(map(config.__dict__.get, _FLAGS))
 
 
 def wants_attentions(signature: CallSignature) -> bool:

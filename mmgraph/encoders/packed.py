@@ -28,7 +28,7 @@ from mmgraph.types import (
     Refusal,
 )
 
-__all__ = ["PackedEncoder", "read_grids_on_host"]
+__all__ = ["PackedEncoder", "read_grids_on_host", "use_attention_implementation"]
 
 _GRID = "grid_thw"
 _METADATA = "metadata"
@@ -229,15 +229,24 @@ def _patch_shape(module: nn.Module) -> tuple[int, ...] | None:
 
 @contextmanager
 def _attention_implementation(module: nn.Module, name: str) -> Iterator[None]:
-    """Let every config in `module` name the attention function `name` for the time being."""
-    register_varlen_attention()
-    found: Iterator[Any] = (getattr(m, "config", None) for m in module.modules())
-    configs = {id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}
-    before = {key: c._attn_implementation_internal for key, c in configs.items()}
+    """Like :func:`use_attention_implementation`, for the time being."""
+    before = [(c, c._attn_implementation_internal) for c in attention_configs(module)]
     try:
-        for config in configs.values():
-            config._attn_implementation_internal = name
+        use_attention_implementation(module, name)
         yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def use_attention_implementation(module: nn.Module, name: str) -> None:
+    """Let every config in `module` name the attention function `name`, for good."""
+    register_varlen_attention()
+    for config in attention_configs(module):
+        config._attn_implementation_internal = name
+
+
+def attention_configs(module: nn.Module) -> list[Any]:
+    """The configs in `module` that name an attention function; each once."""
+    found: Iterator[Any] = (getattr(m, "config", None) for m in module.modules())
+    return list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())

@@ -69,6 +69,8 @@ class RowsEncoder(TowerEncoder):
     ) -> dict[str, Sequence[torch.Tensor]]:
         assert isinstance(key.signature, CallSignature)
         names = [name for name, _, _ in key.signature.tensors]
+        if len(items) == len(batch.items):
+            return {name: [mm_kwargs[name]] for name in names}
         return {name: [mm_kwargs[name][a:b] for a, b in runs(items)] for name in names}
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:

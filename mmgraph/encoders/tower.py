@@ -120,8 +120,6 @@ class TowerEncoder(ABC):
             Refusal: No graph can serve it.
         """
         batch = self._remembered_items(mm_kwargs)
-        if not batch.items:
-            raise Refusal(Reason.NO_ITEMS, batch)
         reason = self._mode_reason(mm_kwargs)
         if reason is not None:
             raise Refusal(reason, batch)
@@ -151,9 +149,14 @@ class TowerEncoder(ABC):
     def _remembered_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
         """Like `_read_items`, at the cost of a lookup where the same kind of call was seen."""
         fingerprint = self._fingerprint(mm_kwargs)
-        batch = self._batches.get(fingerprint)
+        try:
+            batch = self._batches.get(fingerprint)
+        except TypeError:  # a config switch that is a list, say: too rare to make it hashable
+            return self._read_items(mm_kwargs)
         if batch is None:
             batch = self._read_items(mm_kwargs)
+            if not batch.items:
+                raise Refusal(Reason.NO_ITEMS, batch)
             if len(self._batches) >= _REMEMBERED_CALLS:
                 self._batches.clear()
             self._batches[fingerprint] = batch
@@ -161,19 +164,17 @@ class TowerEncoder(ABC):
 
     def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> Hashable:
         """Everything that `_read_items` looks at, as cheaply as that can be had."""
-        return (
-            tuple(
-                (name, value.shape, value.dtype, value.device)
-                if isinstance(value, torch.Tensor)
-                else (name, _fingerprint_of(value))
-                for name, value in mm_kwargs.items()
-            ),
-            () if self._config is None else config_flags(self._config),
-        )
+        parts: list[Hashable] = [] if self._config is None else [config_flags(self._config)]
+        for name, value in mm_kwargs.items():
+            if isinstance(value, torch.Tensor):
+                parts.append((name, value.shape, value.dtype, value.device))
+            else:
+                parts.append((name, _fingerprint_of(value)))
+        return tuple(parts)
 
     def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
         module = self.tower.module
-        main = mm_kwargs[self.signature.main_input]
+        main, device = mm_kwargs[self.signature.main_input], self.device
         if torch.compiler.is_compiling():
             return Reason.COMPILING
         if module.training:
@@ -182,11 +183,11 @@ class TowerEncoder(ABC):
             main.requires_grad or any(p.requires_grad for p in module.parameters())
         ):
             return Reason.GRAD
-        if main.is_meta or self.device.type == "meta":
+        if device.type == "meta":
             return Reason.PLACEMENT
-        if main.device != self.device:
+        if main.device != device:
             return Reason.DEVICE
-        if torch.is_autocast_enabled(main.device.type):
+        if torch.is_autocast_enabled(device.type):
             return Reason.AUTOCAST
         return None if main.dtype.is_floating_point else Reason.DTYPE
 
@@ -202,7 +203,7 @@ class TowerEncoder(ABC):
                 and name not in left_out
                 and not self.signature.is_default(name, value)
             ),
-            flags=() if self._config is None else config_flags(self._config),
+            flags=() if self._config is None else tuple(map(freeze, config_flags(self._config))),
         )
 
     @staticmethod

@@ -30,9 +30,11 @@ class StaticBuffers:
         for name, tensors in pieces.items():
             view, start = self.views[name], 0
             for tensor in tensors:
-                stop = start + tensor.shape[0]
-                view[start:stop].copy_(tensor, non_blocking=True)
-                start = stop
+                length = tensor.shape[0]
+                whole = start == 0 and length == view.shape[0]
+                rows = view if whole else view.narrow(0, start, length)
+                rows.copy_(tensor, non_blocking=True)
+                start += length
 
     def check_addresses(self) -> None:
         """Raise unless every buffer is where it was at capture.

@@ -167,21 +167,20 @@ class _Order(AbstractContextManager[None]):
         self._device = device
         self._lock = lock
         self._event: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._last_stream: int | None = None
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        stream = torch.cuda.current_stream(self._device)
-        if self._event is not None and stream != self._stream:
-            stream.wait_event(self._event)
-        self._stream = stream
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if stream != self._last_stream and self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._last_stream = stream
 
     def __exit__(self, *_: object) -> None:
-        assert self._stream is not None, "entered before"
         try:
             if self._event is None:
                 self._event = torch.cuda.Event()
-            self._event.record(self._stream)
+            self._event.record(torch.cuda.current_stream(self._device))
         finally:
             self._lock.release()
 

@@ -20,20 +20,23 @@ __all__ = ["freeze_gc_for_cudagraph_capture"]
 def freeze_gc_for_cudagraph_capture() -> Iterator[None]:
     """Collect, freeze and disable the collector; on every way out undo it and collect again.
 
-    The collector ends up enabled only if it was so before. ``MMGRAPH_ENABLE_CUDAGRAPH_GC=1``
-    makes this do nothing.
+    The collector ends up enabled only if it was so before. What somebody had frozen already stays
+    frozen: ``gc.unfreeze`` can't take back a part, so nothing is added to it.
+    ``MMGRAPH_ENABLE_CUDAGRAPH_GC=1`` makes this do nothing.
     """
     if gc_during_capture():
         yield
         return
-    was_enabled = gc.isenabled()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not was_frozen:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
         gc.collect()

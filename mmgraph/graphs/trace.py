@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
@@ -60,10 +61,13 @@ class TraceBackend(GraphBackend):
 
         try:
             with torch.no_grad():
-                run(buffers)  # fills the model's own caches, which must never hold a fake tensor
+                with _WeightReads():  # also fills the model's caches: no fake tensor may get there
+                    run(buffers)
                 module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
                     *buffers.values()
                 )
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(f"the call can't be recorded: {_first_line(error)}") from error
         _refuse_host_reads(module)
@@ -77,6 +81,23 @@ class TraceBackend(GraphBackend):
 
     def busy(self) -> bool:
         return False
+
+
+class _WeightReads(TorchDispatchMode):
+    """Refuses reading a parameter on the host, which tracing would bake in without a word."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            source = args[0] if args[0]._base is None else args[0]._base
+            if isinstance(source, torch.nn.Parameter):
+                raise CaptureError("the call reads a weight on the host, which a graph can't do")
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_host_reads(module: GraphModule) -> None:

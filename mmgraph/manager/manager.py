@@ -145,7 +145,10 @@ class EncoderCudaGraphManager:
             self._serving = True
             num_bytes = sum(entry.graph.num_bytes for entry in self._entries.values()) - before
             _logger.info(
-                "%s: %d graphs captured, %.1f MiB", self.facts.name, len(keys), num_bytes / 2**20
+                "%s: %d graphs captured, %.1f MiB",
+                self.facts.name,
+                sum(key in self._entries for key in keys),
+                num_bytes / 2**20,
             )
             return num_bytes
 
@@ -325,6 +328,8 @@ class EncoderCudaGraphManager:
         return _Entry(graph, buffers, recorded[-1], time.perf_counter() - start)
 
     def _record(self, output: Any, num_tokens: int) -> tuple[OutputLayout, list[torch.Tensor]]:
+        if self.facts.eager_returns == "items":
+            output = flatten_outputs(output)[0]
         rows, granularity = self.facts.layout == "rows", self.facts.token_granularity
         return OutputLayout.record(output, num_tokens, granularity, rows=rows)
 

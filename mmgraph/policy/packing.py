@@ -2,11 +2,13 @@
 
 A replay costs about its budget in tokens plus something fixed. Few large replays waste padding,
 many small ones waste the fixed part and the width of the GPU; the choice here is the cheapest of
-one first-fit-decreasing packing for each budget taken as the capacity.
+one first-fit-decreasing packing for each budget taken as the capacity, each bin of which is divided
+again where smaller budgets are cheaper. So it never costs more than a replay for each item.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,10 +67,32 @@ def pack(sizes: Sequence[int], budgets: Sequence[int], overhead: int = 256) -> P
     capacities = [b for b in budgets if b >= longest and (total is None or b <= total)]
     descending = sorted(fitting, key=lambda i: -sizes[i])
     candidates = (
-        Packing(_first_fit(descending, sizes, budgets, capacity), oversized)
+        Packing(
+            tuple(
+                part
+                for bin_ in _first_fit(descending, sizes, budgets, capacity)
+                for part in _divided(bin_, sizes, budgets, overhead)
+            ),
+            oversized,
+        )
         for capacity in reversed(capacities)
     )
     return min(candidates, key=lambda packing: packing.cost(overhead))
+
+
+def _divided(
+    bin_: Bin, sizes: Sequence[int], budgets: Sequence[int], overhead: int
+) -> tuple[Bin, ...]:
+    """The bin, or its items packed into budgets below its own if that is cheaper."""
+    smaller = budgets[: bisect_left(budgets, bin_.budget)]
+    if len(bin_.items) == 1 or not smaller or max(sizes[i] for i in bin_.items) > smaller[-1]:
+        return (bin_,)
+    packing = pack([sizes[i] for i in bin_.items], smaller, overhead)
+    if packing.cost(overhead) >= bin_.budget + overhead:
+        return (bin_,)
+    return tuple(
+        Bin(tuple(bin_.items[i] for i in part.items), part.budget) for part in packing.bins
+    )
 
 
 def _first_fit(

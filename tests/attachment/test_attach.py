@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -345,6 +348,37 @@ def test_inference_mode_and_no_grad_take_turns(device: str) -> None:
         assert handle.stats().hits == 16
 
 
+@contextmanager
+def syncs_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_inputs_on_another_device_give_eagers_error_and_are_counted() -> None:
+    model = clip("cuda")
+    with mmgraph.attach(model, CONFIG) as handle:
+        with pytest.raises(RuntimeError, match="same device|on cpu|type"):
+            model(pixels(2))
+        assert handle.stats().misses == {Reason.DEVICE: 2}
+        model(pixels(1, "cuda"))
+        assert handle.stats().hits == 1
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_sync_would_be_noticed() -> None:
+    """The guard of the next test: with grids on the device there is one sync, by design."""
+    with syncs_are_errors(), pytest.raises(RuntimeError, match="synchronizing"):
+        torch.ones(1, device="cuda").item()
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_hit_with_grids_on_the_cpu_never_waits_for_the_device() -> None:
@@ -355,12 +389,9 @@ def test_a_hit_with_grids_on_the_cpu_never_waits_for_the_device() -> None:
     with mmgraph.attach(model, CONFIG) as handle:
         model(**call)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with syncs_are_errors():
             model(**call)  # metadata known
             model(**other)  # metadata built and uploaded
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert handle.stats().hits == 6
 
 

@@ -113,11 +113,19 @@ class Case:
         managers = [m.manager for m in handle._methods if m.manager is not None]
         return [arena for manager in managers for arena in manager._arenas.values()]
 
-    def poison_free_memory(self) -> None:
-        """Fill what the allocator hands out next with NaN, in the default pool."""
+    def poison_pool(self, handle: Handle) -> None:
+        """Fill with NaN what graphs take their intermediate results from.
+
+        On CUDA that is the free memory of the shared pool: a graph captured there that writes NaN
+        to all it can get. A recording allocates as it runs.
+        """
         if self.device.type == "cuda":
-            blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
-            del blocks
+            nan = torch.full((1,), float("nan"), device="cuda")
+            (backend,) = handle._backends.values()
+            graph = backend.capture(_fill_with, {"value": nan})
+            graph.replay()
+            torch.cuda.synchronize()
+            graph.close()
 
     def judge(self, output: Any, eager: Any, call: Mapping[str, Any]) -> list[Judgement]:
         """Compare an output with eager, and both with the float32 twin; one judgement a tensor."""
@@ -176,6 +184,12 @@ def tensors(output: Any) -> list[torch.Tensor]:
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double(), b.double()
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def _fill_with(buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    value = buffers["value"]
+    blocks = [value.expand(1 << k).contiguous() for k in range(8, 20) for _ in range(8)]
+    return [torch.stack([block.sum() for block in blocks])]
 
 
 def _widened(value: Any) -> Any:
