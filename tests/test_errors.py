@@ -12,6 +12,7 @@ from mmgraph import EncoderBatch, EncoderItemSpec, Reason, Refusal, errors
     [
         ("MMGraphError", (Exception,)),  # the root
         ("ConfigError", (errors.MMGraphError, ValueError)),  # what a caller gave is wrong
+        ("InvalidInputError", (errors.MMGraphError, ValueError)),  # so are the inputs of a call
         ("UnsupportedModelError", (errors.MMGraphError,)),  # nothing to capture
         ("CaptureError", (errors.MMGraphError,)),  # recording failed
         ("ReplayError", (errors.MMGraphError,)),  # a recording can't be used

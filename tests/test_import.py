@@ -23,6 +23,7 @@ PUBLIC = [
     "GraphConfig",
     "GraphKey",
     "Handle",
+    "InvalidInputError",
     "MMGraphError",
     "Reason",
     "Refusal",

@@ -364,7 +364,7 @@ def syncs_are_errors() -> Iterator[None]:
 def test_inputs_on_another_device_give_eagers_error_and_are_counted() -> None:
     model = clip("cuda")
     with mmgraph.attach(model, CONFIG) as handle:
-        with pytest.raises(RuntimeError, match="same device|on cpu|type"):
+        with pytest.raises(RuntimeError, match=r"same device|on cpu|type"):
             model(pixels(2))
         assert handle.stats().misses == {Reason.DEVICE: 2}
         model(pixels(1, "cuda"))

@@ -75,7 +75,9 @@ def test_a_tower_deep_inside_a_plain_module_is_found_once() -> None:
 
 
 def test_two_towers_are_found_outermost_first() -> None:
-    vision, audio = (load_recipe(n).build_model(device="meta") for n in ("vit:tiny", "whisper:tiny"))
+    vision, audio = (
+        load_recipe(n).build_model(device="meta") for n in ("vit:tiny", "whisper:tiny")
+    )
     towers = find_towers(nn.ModuleDict({"a": vision, "b": audio}))
     assert [(t.name, t.modalities) for t in towers] == [
         ("a", ("image",)),

@@ -127,6 +127,16 @@ def test_a_lone_grid_is_one_item(packed: TowerEncoder) -> None:
     )
 
 
+def test_grids_changed_in_place_are_read_again(packed: TowerEncoder) -> None:
+    call = call_of("packed")
+    packed.item_specs(call)
+    call["grid_thw"][0] = torch.tensor([4, 2, 2])
+    assert packed.item_specs(call).items[0].geometry == (4, 2, 2)
+    call["grid_thw"][0] = torch.tensor([1, 2, 2])
+    with pytest.raises(InvalidInputError):
+        packed.item_specs(call)
+
+
 def test_the_signature_is_what_a_capture_bakes_in(encoder: TowerEncoder, layout: str) -> None:
     name = encoder.signature.main_input
     call = call_of(layout)
@@ -309,7 +319,7 @@ def flat_input(encoder: TowerEncoder, call: dict[str, Any]) -> AbstractContextMa
         (input_wants_gradients, Reason.GRAD, 3),
         (autocast, Reason.AUTOCAST, 3),
         (integers, Reason.DTYPE, 3),
-        (inputs_on_meta, Reason.PLACEMENT, 3),
+        (inputs_on_meta, Reason.DEVICE, 3),
         (weights_on_meta, Reason.PLACEMENT, 3),
         (mapping, Reason.UNSUPPORTED_CALL, 3),
         (no_main_input, Reason.UNSUPPORTED_CALL, 1),  # can't be read: counts as one

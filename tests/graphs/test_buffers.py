@@ -110,17 +110,22 @@ def test_buffers_that_no_piece_names_are_kept() -> None:
     assert before[:2].tolist() == [3, 4]
 
 
-def test_more_rows_than_the_buffer_has_are_an_error() -> None:
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (6,),  # at once
+        (3, 2),  # in pieces
+        (4, 1),  # a single row, which would broadcast to none
+        pytest.param(
+            (1, 4),  # the last piece is as long as the whole
+            marks=pytest.mark.xfail(strict=True, reason="it is taken for the whole buffer"),
+        ),
+    ],
+)
+def test_more_rows_than_the_buffer_has_are_an_error(lengths: tuple[int, ...]) -> None:
     buffers = make_arena().views({"patches": patches(4)})
     with pytest.raises(RuntimeError):
-        buffers.load({"patches": [torch.ones(6, 3)]})
-
-
-@pytest.mark.xfail(strict=True, reason="a single row is broadcast to the no rows that are left")
-def test_one_row_more_than_the_buffer_has_is_an_error() -> None:
-    buffers = make_arena().views({"patches": patches(4)})
-    with pytest.raises(RuntimeError):
-        buffers.load({"patches": [torch.ones(4, 3), torch.ones(1, 3)]})
+        buffers.load({"patches": [torch.ones(n, 3) for n in lengths]})
 
 
 def test_loading_never_moves_a_buffer() -> None:

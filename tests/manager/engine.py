@@ -34,6 +34,7 @@ class EngineEncoder(nn.Module):
     Attributes:
         eager_calls: Lengths of the items of each call in eager mode.
         fails_above: Budget above which it can't be captured.
+        fails_at: Budget for which it can't be captured.
     """
 
     def __init__(self, max_tokens: int = 64, min_tokens: int = 4) -> None:
@@ -44,6 +45,7 @@ class EngineEncoder(nn.Module):
         self.max_tokens, self.min_tokens = max_tokens, min_tokens
         self.eager_calls: list[list[int]] = []
         self.fails_above: int | None = None
+        self.fails_at: int | None = None
 
     def encoder_facts(self) -> EncoderFacts:
         return EncoderFacts(
@@ -60,7 +62,7 @@ class EngineEncoder(nn.Module):
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
         patches = mm_kwargs["patches"]
         batch = EncoderBatch(
-            tuple(EncoderItemSpec(n, (1,), (n,)) for n in mm_kwargs["lengths"].tolist()),
+            tuple(EncoderItemSpec(n, (1,), (n,)) for n in lengths_of(mm_kwargs)),
             (patches.shape[1:], patches.dtype, mm_kwargs.get("scale", 1.0)),
         )
         if not batch.items:
@@ -68,7 +70,7 @@ class EngineEncoder(nn.Module):
         return batch
 
     def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
-        pieces = mm_kwargs["patches"].split(mm_kwargs["lengths"].tolist())
+        pieces = mm_kwargs["patches"].split(lengths_of(mm_kwargs))
         return {
             **mm_kwargs,
             "patches": torch.cat([pieces[i] for i in items]),
@@ -99,12 +101,13 @@ class EngineEncoder(nn.Module):
         }
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> torch.Tensor:
-        if self.fails_above is not None and key.token_budget > self.fails_above:
+        too_large = self.fails_above is not None and key.token_budget > self.fails_above
+        if too_large or key.token_budget == self.fails_at:
             raise ValueError(f"no kernel for {key.token_budget} tokens")
         return self._encode(buffers["patches"], buffers["ends"], key.max_seqlen[0], key.signature)
 
     def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
-        lengths = mm_kwargs["lengths"].tolist()
+        lengths = lengths_of(mm_kwargs)
         self.eager_calls.append(lengths)
         signature = (None, None, mm_kwargs.get("scale", 1.0))
         outputs = []
@@ -130,6 +133,12 @@ class EngineEncoder(nn.Module):
             EncoderBatch(tuple(EncoderItemSpec(n, (1,), (n,)) for n in items), signature)
             for items in sizes
         ]
+
+
+def lengths_of(mm_kwargs: Mapping[str, Any]) -> list[int]:
+    """Lengths as ints; a runner that batches items gives them a dimension of rows, (B, 1)."""
+    lengths: list[int] = mm_kwargs["lengths"].flatten().tolist()
+    return lengths
 
 
 class MeasuredBackend(TraceBackend):

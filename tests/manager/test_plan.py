@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import os
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -179,3 +184,19 @@ def test_rows_have_keys_without_segments() -> None:
 )
 def test_a_key_covers_what_is_no_larger_in_any_way(other: GraphKey, covered: bool) -> None:
     assert key(64, (2, 4), (32, 16)).covers(other) is covered
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the hash of a string is pickled too")
+@pytest.mark.parametrize("expression", ["GraphKey(64, (), (), 'a')", "EncoderBatch((), 'a')"])
+def test_keys_from_another_process_are_found(expression: str) -> None:
+    code = (
+        "import base64, pickle; from mmgraph import EncoderBatch, GraphKey; "
+        f"print(base64.b64encode(pickle.dumps({expression})).decode())"
+    )
+    other = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=other
+    )
+    ours, theirs = eval(expression), pickle.loads(base64.b64decode(done.stdout))
+    assert theirs == ours
+    assert theirs in {ours}
