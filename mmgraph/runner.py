@@ -183,6 +183,11 @@ def _kind(item: Item) -> list[tuple[str, Any]]:
 def _checked(
     encoded: Sequence[torch.Tensor], modality: str, num_items: int
 ) -> Sequence[torch.Tensor]:
+    if not isinstance(encoded, (Sequence, torch.Tensor)):
+        raise MMGraphError(
+            f"the encoder must return a list of one tensor an item for {modality}, got "
+            f"{type(encoded).__name__}"
+        )
     if len(encoded) != num_items:
         raise MMGraphError(
             f"the encoder returned {len(encoded)} outputs for {num_items} {modality} items; it "

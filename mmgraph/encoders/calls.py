@@ -52,11 +52,11 @@ class TowerSignature:
         """Return the arguments by name; only those that were given.
 
         Raises:
-            Refusal: More positional arguments than parameters; eager mode gives Python's error.
+            Refusal: An argument too many or given twice; eager mode gives Python's error.
         """
         if not args:
             return kwargs
-        if len(args) > len(self.names):
+        if len(args) > len(self.names) or not kwargs.keys().isdisjoint(self.names[: len(args)]):
             raise Refusal(Reason.UNSUPPORTED_CALL)
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
@@ -77,18 +77,21 @@ class CallSignature:
 
 
 _FLAGS = ("output_hidden_states", "output_attentions", "_output_attentions", "return_dict")
-_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+_PLAIN = frozenset({type(None), str, torch.dtype})
+_NUMBERS = {"bool": bool, "int": int, "float": float}
 
 
 def config_flags(config: Any) -> tuple[Hashable, ...]:
     """Values of the config's switches that change what a forward returns."""
     # Not getattr: a config of transformers looks every attribute up in Python.
-    return tuple(map(config.__dict__.get, _FLAGS))
+    values = tuple(map(config.__dict__.get, _FLAGS))
+    return (*values, *map(type, values))  # True == 1, and they don't mean the same
 
 
 def wants_attentions(signature: CallSignature) -> bool:
     """Whether the call or the config asks for attention weights."""
-    return any(signature.flags[1:3]) or bool(dict(signature.constants).get("output_attentions"))
+    constant = dict(signature.constants).get("output_attentions")
+    return any(map(thaw, (*signature.flags[1:3], constant)))
 
 
 def freeze(value: Any) -> Hashable:
@@ -100,6 +103,8 @@ def freeze(value: Any) -> Hashable:
     if type(value) in _PLAIN:
         plain: Hashable = value
         return plain
+    if type(value) in _NUMBERS.values():  # True == 1, but output_hidden_states tells them apart
+        return (type(value).__name__, value)
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, tuple(freeze(v) for v in value))
     raise Refusal(Reason.UNSUPPORTED_CALL, detail=f"an argument of type {type(value).__name__}")
@@ -109,6 +114,8 @@ def thaw(value: Hashable) -> Any:
     """Undo :func:`freeze`."""
     if isinstance(value, tuple):
         name, values = value
+        if name in _NUMBERS:
+            return values
         items = [thaw(v) for v in values]
         return items if name == "list" else tuple(items)
     return value

@@ -73,7 +73,7 @@ class PackedEncoder(TowerEncoder):
                 "once with real inputs (capture='lazy'), then capture() knows them"
             )
         side = 4 * self.metadata.merge_size
-        patches = torch.randn(side * side, *shape, device=self.device, dtype=self.dtype)
+        patches = self._random(side * side, *shape)
         return {self.signature.main_input: patches, _GRID: torch.tensor([[1, side, side]])}
 
     def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:

@@ -48,8 +48,7 @@ class RowsEncoder(TowerEncoder):
                 f"the input size of {self.name} can't be read off its config: call it once with "
                 "real inputs (capture='lazy'), then capture() knows it"
             )
-        row = torch.randn(1, *shape, device=self.device, dtype=self.dtype)
-        return {self.signature.main_input: row}
+        return {self.signature.main_input: self._random(1, *shape)}
 
     def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
         return {
@@ -82,7 +81,7 @@ class RowsEncoder(TowerEncoder):
             raise Refusal(Reason.UNSUPPORTED_CALL, detail=f"no {self.signature.main_input}")
         num_rows = main.shape[0]
         batch = EncoderBatch((EncoderItemSpec(self._tokens_per_row()),) * num_rows)
-        tensors = [name for name, value in mm_kwargs.items() if isinstance(value, torch.Tensor)]
+        tensors = sorted(n for n, value in mm_kwargs.items() if isinstance(value, torch.Tensor))
         for name in tensors:
             value = mm_kwargs[name]
             if value.dim() == 0 or value.shape[0] != num_rows:

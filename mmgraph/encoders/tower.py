@@ -203,8 +203,17 @@ class TowerEncoder(ABC):
                 and name not in left_out
                 and not self.signature.is_default(name, value)
             ),
-            flags=() if self._config is None else tuple(map(freeze, config_flags(self._config))),
+            flags=self._flags(),
         )
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        """Random numbers like the tower's inputs; the user's generators stay where they are."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
+
+    def _flags(self) -> tuple[Hashable, ...]:
+        flags = () if self._config is None else config_flags(self._config)
+        return tuple(flag if isinstance(flag, type) else freeze(flag) for flag in flags)
 
     @staticmethod
     def _constants(key: GraphKey) -> dict[str, Any]:

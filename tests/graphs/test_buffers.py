@@ -116,10 +116,7 @@ def test_buffers_that_no_piece_names_are_kept() -> None:
         (6,),  # at once
         (3, 2),  # in pieces
         (4, 1),  # a single row, which would broadcast to none
-        pytest.param(
-            (1, 4),  # the last piece is as long as the whole
-            marks=pytest.mark.xfail(strict=True, reason="it is taken for the whole buffer"),
-        ),
+        (1, 4),  # the last piece is as long as the whole
     ],
 )
 def test_more_rows_than_the_buffer_has_are_an_error(lengths: tuple[int, ...]) -> None:

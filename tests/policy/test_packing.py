@@ -55,7 +55,6 @@ def test_a_packing_never_costs_more_than_one_bin_for_all(
         assert packing.cost(overhead) <= one + overhead
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="small items are merged regardless")
 @settings(deadline=None)
 @given(sizes_of_items, ladders, overheads)
 @example([995, 6, 6], [10, 1000], 256)  # the large item forces a capacity that merges the small
