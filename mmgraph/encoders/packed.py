@@ -14,6 +14,7 @@ from torch import nn
 from mmgraph.encoders.calls import CallSignature, wants_attentions
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
+from mmgraph.encoders.patch_embed import linear_patch_embeddings
 from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
 from mmgraph.errors import InvalidInputError, UnsupportedModelError
@@ -111,7 +112,8 @@ class PackedEncoder(TowerEncoder):
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
         main = self.signature.main_input
-        with _attention_implementation(self.tower.module, VARLEN_ATTENTION):
+        module = self.tower.module
+        with _attention_implementation(module, VARLEN_ATTENTION), linear_patch_embeddings(module):
             return self.forward(
                 **{main: buffers[main]},
                 **self.metadata.kwargs(buffers[_METADATA], key),

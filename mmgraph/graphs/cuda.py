@@ -12,6 +12,10 @@ What a reader would get wrong, each seen on torch 2.11:
   good, whatever is ended by hand: the pool is given up (graphs in it live on, and their memory
   goes with the last of them) and the next capture starts another.
 * A pool handle is dead once the last graph in it is gone. So the backend counts its graphs.
+* cuBLAS keeps a workspace (32 MiB on Hopper) for every stream it was ever used on, and a captured
+  graph holds its address. Two graphs that may run at the same time must not share it, so each
+  backend captures on a stream of its own; but a stream that no graph needs any more is used again,
+  or each attach would leave a workspace behind.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +86,26 @@ class _Pool:
         self._live -= 1
 
 
+class _CaptureStreams:
+    """Streams to capture on that no graph needs, by device."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        with self._lock:
+            free = self._free.get(device)
+            return free.pop() if free else torch.cuda.Stream(device)
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        with self._lock:
+            self._free.setdefault(stream.device, []).append(stream)
+
+
+_capture_streams = _CaptureStreams()
+
+
 class CudaBackend(GraphBackend):
     """Captures on one CUDA device, all graphs in one memory pool."""
 
@@ -91,6 +116,7 @@ class CudaBackend(GraphBackend):
         self._device = torch.device("cuda", index)
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._live = 0
         self._lock = threading.RLock()
         self._order = _Order(self._device, self._lock)
 
@@ -103,7 +129,7 @@ class CudaBackend(GraphBackend):
             if self._pool is None or self._pool.is_dead:
                 self._pool = _Pool(torch.cuda.graph_pool_handle())
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
+                self._stream = _capture_streams.take(self._device)
             if gc.isenabled():  # a capture of its own, outside a frozen block
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -136,8 +162,17 @@ class CudaBackend(GraphBackend):
             finally:
                 graph.capture_end()
         pool.opened()
+        self._live += 1
         num_bytes = max(0, _reserved_bytes(self._device) - before)
-        return CudaGraph(graph, outputs, num_bytes, pool.closed)
+        return CudaGraph(graph, outputs, num_bytes, partial(self._closed, pool))
+
+    def _closed(self, pool: _Pool) -> None:
+        with self._lock:
+            pool.closed()
+            self._live -= 1
+            if self._live == 0 and self._stream is not None:
+                _capture_streams.give_back(self._stream)
+                self._stream = None
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,11 @@ def test_the_flags_of_a_config_are_read_each_time() -> None:
         setattr(config, flag, not getattr(config, flag))
         seen.append(config_flags(config))
     assert len(set(seen)) == 4
+
+
+def test_a_flag_that_is_1_is_not_true() -> None:
+    one, true = (config_flags(SimpleNamespace(output_hidden_states=v)) for v in (1, True))
+    assert one != true
 
 
 class Towers:

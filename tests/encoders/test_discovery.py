@@ -63,7 +63,15 @@ class TakesPixels(nn.Module):
         return pixel_values
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(nn.ReLU()), TakesPixels()])
+class Configured(TakesPixels):
+    """The same with a config, as other libraries have one too."""
+
+    config = object()
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(2, 2), nn.Sequential(nn.ReLU()), TakesPixels(), Configured()]
+)
 def test_a_plain_module_has_no_tower(module: nn.Module) -> None:
     assert find_towers(module) == []
 
@@ -72,6 +80,24 @@ def test_a_tower_deep_inside_a_plain_module_is_found_once() -> None:
     encoder = load_recipe("vit:tiny").build_encoder(device="meta")
     (tower,) = find_towers(nn.ModuleDict({"stack": nn.Sequential(encoder), "head": nn.ReLU()}))
     assert (tower.name, tower.module) == ("stack.0", encoder)
+
+
+def test_a_tower_inside_a_tower_is_part_of_it() -> None:
+    from transformers import PreTrainedModel, ViTConfig
+
+    class Outer(PreTrainedModel):
+        config_class = ViTConfig
+
+        def __init__(self, config: ViTConfig) -> None:
+            super().__init__(config)
+            self.inner = load_recipe("vit:tiny").build_encoder(device="meta")
+
+        def forward(self, pixel_values: object) -> object:
+            return self.inner(pixel_values)
+
+    outer = Outer(ViTConfig())
+    assert [tower.module for tower in find_towers(outer)] == [outer]
+    assert [tower.name for tower in find_towers(nn.ModuleDict({"a": outer}))] == ["a"]
 
 
 def test_two_towers_are_found_outermost_first() -> None:

@@ -376,6 +376,7 @@ def test_frozen_weights_are_served_with_gradients_enabled(layout: str) -> None:
 def test_tensors_that_do_not_go_with_the_rows_are_refused(
     rows: TowerEncoder, more: dict[str, Any], reason: Reason
 ) -> None:
+    rows.item_specs({**call_of("rows"), "mask": torch.ones(3)})  # one that goes with them
     refusal = refusal_of(rows, {**call_of("rows"), **more})
     assert refusal.reason is reason
     assert refusal.num_items == 3

@@ -142,13 +142,21 @@ def lengths_of(mm_kwargs: Mapping[str, Any]) -> list[int]:
 
 
 class MeasuredBackend(TraceBackend):
-    """Says that each graph takes a kibibyte, and lists what was captured and closed."""
+    """Says that each graph takes a kibibyte, and lists what was captured.
+
+    Attributes:
+        captured: Rows of the buffer of patches, for each attempt.
+        graphs: What came of them.
+        pools: Pools that were handed over.
+        is_busy: Whether somebody else is capturing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.captured: list[int] = []
         self.graphs: list[CapturedGraph] = []
         self.pools: list[Any] = []
+        self.is_busy = False
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
         self.captured.append(buffers["patches"].shape[0])
@@ -159,6 +167,9 @@ class MeasuredBackend(TraceBackend):
 
     def use_pool(self, pool: Any | None) -> None:
         self.pools.append(pool)
+
+    def busy(self) -> bool:
+        return self.is_busy
 
 
 def make_encoder(**sizes: int) -> EngineEncoder:

@@ -64,6 +64,7 @@ def test_rows_are_divided_along_the_first_dimension_only() -> None:
         (torch.zeros(3, 5, 16), False, "can't be divided"),  # the tokens are too deep inside
         (torch.zeros(()), False, "can't be divided"),  # a number for all
         (torch.zeros(1, 4, 3), True, "can't be divided"),  # rows after a batch dimension
+        (torch.zeros(8, 3), True, "can't be divided"),  # twice as many as rows
         ((torch.zeros(16, 3), torch.zeros(5)), False, "can't be divided"),  # one of several
         ((), False, "the encoder returned no tensor"),
         ({"loss": None}, False, "the encoder returned no tensor"),

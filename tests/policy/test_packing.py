@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -88,6 +90,14 @@ def test_pack_by_hand(
     packing = pack(sizes, budgets)
     assert sorted(packing.bins, key=str) == sorted((Bin(*b) for b in bins), key=str)
     assert packing.oversized == oversized
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="2 ** budgets steps in _divided")
+def test_many_small_items_are_packed_in_milliseconds() -> None:
+    """It is done at the first call of each kind, while a user waits."""
+    start = time.process_time()
+    pack([256] * 64, DEFAULT_LADDER)
+    assert time.process_time() - start < 0.3
 
 
 def test_a_dearer_replay_makes_fewer_of_them() -> None:
