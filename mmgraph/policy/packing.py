@@ -2,13 +2,12 @@
 
 A replay costs about its budget in tokens plus something fixed. Few large replays waste padding,
 many small ones waste the fixed part and the width of the GPU; the choice here is the cheapest of
-one first-fit-decreasing packing for each budget taken as the capacity, each bin of which is divided
-again where smaller budgets are cheaper. So it never costs more than a replay for each item.
+one first-fit-decreasing packing for each budget taken as the capacity, each bin of which is taken
+apart where its items are cheaper alone. So it never costs more than a replay for each item.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,16 +82,17 @@ def pack(sizes: Sequence[int], budgets: Sequence[int], overhead: int = 256) -> P
 def _divided(
     bin_: Bin, sizes: Sequence[int], budgets: Sequence[int], overhead: int
 ) -> tuple[Bin, ...]:
-    """The bin, or its items packed into budgets below its own if that is cheaper."""
-    smaller = budgets[: bisect_left(budgets, bin_.budget)]
-    if len(bin_.items) == 1 or not smaller or max(sizes[i] for i in bin_.items) > smaller[-1]:
-        return (bin_,)
-    packing = pack([sizes[i] for i in bin_.items], smaller, overhead)
-    if packing.cost(overhead) >= bin_.budget + overhead:
-        return (bin_,)
-    return tuple(
-        Bin(tuple(bin_.items[i] for i in part.items), part.budget) for part in packing.bins
-    )
+    """The bin, or a replay for each of its items if that is cheaper."""
+    limit = bin_.budget + overhead
+    alone: list[Bin] = []
+    for item in bin_.items:
+        budget = smallest_fit(budgets, sizes[item])
+        assert budget is not None, "an item of a bin fits the budget of that bin"
+        alone.append(Bin((item,), budget))
+        limit -= budget + overhead
+        if limit <= 0:
+            return (bin_,)
+    return tuple(alone)
 
 
 def _first_fit(

@@ -92,7 +92,6 @@ def test_pack_by_hand(
     assert packing.oversized == oversized
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="2 ** budgets steps in _divided")
 def test_many_small_items_are_packed_in_milliseconds() -> None:
     """It is done at the first call of each kind, while a user waits."""
     start = time.process_time()
