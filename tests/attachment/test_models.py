@@ -28,6 +28,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(autouse=True)
+def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN runs float32 convolutions in TF32; graphs run those of patches as exact products."""
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+
+
 class Model:
     """A tiny model on a device, in float32: the ids of random weights must not hang on rounding."""
 

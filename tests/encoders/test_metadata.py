@@ -85,7 +85,7 @@ def filled(
 
 
 def expected(family: str, grids: list[Grid]) -> dict[str, torch.Tensor]:
-    """What transformers' helpers return for the grid tensor of the whole call."""
+    """What the functions of transformers return for the grid tensor of the whole call."""
     wanted, thw = FAMILIES[family], torch.tensor(grids)
     values = {
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(thw),

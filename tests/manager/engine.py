@@ -15,17 +15,23 @@ from torch import nn
 from mmgraph import (
     BufferSpec,
     EncoderBatch,
+    EncoderCudaGraphManager,
     EncoderFacts,
     EncoderItemSpec,
+    GraphConfig,
     GraphKey,
     Reason,
     Refusal,
 )
+from mmgraph.encoders import TowerEncoder, encoder_for, find_towers
 from mmgraph.graphs.backend import CapturedGraph, Runnable
 from mmgraph.graphs.trace import TraceBackend
 from mmgraph.ops import varlen_attention_reference
+from mmgraph.recipes import load_recipe
 
 PATCH, WIDTH, HEADS, MERGE = 6, 8, 2, 2
+BUDGETS = (8, 16, 32)
+CPU = torch.device("cpu")
 
 
 class EngineEncoder(nn.Module):
@@ -180,6 +186,23 @@ def make_encoder(**sizes: int) -> EngineEncoder:
         for parameter in encoder.parameters():
             nn.init.normal_(parameter, std=0.5)
     return encoder.requires_grad_(False).eval()
+
+
+def make_manager(
+    encoder: Any = None, backend: MeasuredBackend | None = None, **config: Any
+) -> EncoderCudaGraphManager:
+    """A manager of an engine's encoder by default, with `BUDGETS`."""
+    config = {"token_budgets": BUDGETS, **config}
+    encoder = make_encoder() if encoder is None else encoder
+    return EncoderCudaGraphManager(
+        GraphConfig(**config), CPU, torch.float32, encoder, backend=backend
+    )
+
+
+def tiny_encoder(name: str, device: str = "cpu") -> TowerEncoder:
+    """The encoder of a recipe."""
+    (tower,) = find_towers(load_recipe(name).build_encoder(device=device))
+    return encoder_for(tower)
 
 
 def call_of(lengths: Sequence[int], seed: int = 1, **more: Any) -> dict[str, Any]:
