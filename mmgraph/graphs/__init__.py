@@ -3,13 +3,27 @@
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend
 from mmgraph.graphs.buffers import BufferArena, StaticBuffers
 from mmgraph.graphs.gc_freeze import freeze_gc_for_cudagraph_capture
+from mmgraph.graphs.modes import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    ForwardContext,
+    current_forward_context,
+    forward_context,
+)
 from mmgraph.graphs.select import select_backend
+from mmgraph.graphs.wrapper import CUDAGraphWrapper
 
 __all__ = [
+    "BatchDescriptor",
     "BufferArena",
+    "CUDAGraphMode",
+    "CUDAGraphWrapper",
     "CapturedGraph",
+    "ForwardContext",
     "GraphBackend",
     "StaticBuffers",
+    "current_forward_context",
+    "forward_context",
     "freeze_gc_for_cudagraph_capture",
     "select_backend",
 ]
