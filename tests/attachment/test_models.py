@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_convolutions() -> Iterator[None]:
     """cuDNN runs float32 convolutions in TF32; graphs run those of patches as exact products."""
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    convolutions = torch.backends.cudnn.conv
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    yield
+    convolutions.fp32_precision = before
 
 
 class Model:
