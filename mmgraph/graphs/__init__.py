@@ -10,11 +10,13 @@ from mmgraph.graphs.modes import (
     current_forward_context,
     forward_context,
 )
+from mmgraph.graphs.segments import break_at_modules, eager_break
 from mmgraph.graphs.select import select_backend
-from mmgraph.graphs.wrapper import CUDAGraphWrapper
+from mmgraph.graphs.wrapper import BreakableCUDAGraphWrapper, CUDAGraphWrapper
 
 __all__ = [
     "BatchDescriptor",
+    "BreakableCUDAGraphWrapper",
     "BufferArena",
     "CUDAGraphMode",
     "CUDAGraphWrapper",
@@ -22,7 +24,9 @@ __all__ = [
     "ForwardContext",
     "GraphBackend",
     "StaticBuffers",
+    "break_at_modules",
     "current_forward_context",
+    "eager_break",
     "forward_context",
     "freeze_gc_for_cudagraph_capture",
     "select_backend",

@@ -1,4 +1,4 @@
-"""`CUDAGraphWrapper`: a callable that runs from graphs where the forward context says so.
+"""Callables that run from graphs where the forward context says so.
 
 The rule: a graph is recorded on the very tensors of the call that captured it. Later calls in the
 same batch descriptor must pass tensors at the same addresses, as engines do with their persistent
@@ -8,7 +8,10 @@ next replay of any graph there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,58 +19,47 @@ from torch.utils import _pytree as pytree
 
 from mmgraph.env import debug_enabled
 from mmgraph.errors import CaptureError, ConfigError, ReplayError
-from mmgraph.graphs.backend import CapturedGraph, GraphBackend
+from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
+from mmgraph.graphs.breakable import capture_breakable
 from mmgraph.graphs.modes import BatchDescriptor, CUDAGraphMode, current_forward_context
+from mmgraph.graphs.segments import without_breaks
 
-__all__ = ["CUDAGraphWrapper"]
+__all__ = ["BreakableCUDAGraphWrapper", "CUDAGraphWrapper"]
+
+_capturing: ContextVar[bool] = ContextVar("mmgraph_wrapper_capturing", default=False)
 
 
-class CUDAGraphWrapper:
-    """Captures `runnable` once for each batch descriptor in its own mode, then replays.
+class _GraphWrapper(ABC):
+    """What both wrappers share: one graph a batch descriptor, in the modes that are theirs."""
 
-    Outside a forward context, in mode NONE and in a mode that isn't its own it just calls
-    `runnable`. Attributes that it lacks are those of `runnable`.
-
-    Args:
-        runnable: What to run; everything but the contents of its tensors is baked in.
-        runtime_mode: FULL or PIECEWISE: the mode in which this wrapper captures and replays.
-        backend: Captures the graphs; all of one backend share a memory pool.
-
-    Raises:
-        ConfigError: The mode is no mode of a forward.
-    """
-
-    def __init__(
-        self,
-        runnable: Callable[..., Any],
-        runtime_mode: CUDAGraphMode,
-        *,
-        backend: GraphBackend,
-    ) -> None:
-        if runtime_mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-            raise ConfigError(
-                f"runtime_mode must be FULL or PIECEWISE, got {runtime_mode.name}: in other modes "
-                "there is nothing to capture"
-            )
+    def __init__(self, runnable: Callable[..., Any], backend: GraphBackend) -> None:
         self.runnable = runnable
-        self.runtime_mode = runtime_mode
         self._backend = backend
         self._graphs: dict[BatchDescriptor, _Recorded] = {}
         self._debug = debug_enabled()
 
+    @abstractmethod
+    def _serves(self, mode: CUDAGraphMode) -> bool:
+        """Whether a forward in `mode` is this wrapper's to capture and replay."""
+
+    @abstractmethod
+    def _record(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        """Capture a call."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = current_forward_context()
-        if context is None or context.mode is not self.runtime_mode:
+        if context is None or _capturing.get() or not self._serves(context.mode):
             return self.runnable(*args, **kwargs)
         recorded = self._graphs.get(context.descriptor)
         if recorded is None:
             if not context.capture_allowed:
                 raise CaptureError(
-                    f"there is no {self.runtime_mode.name} graph for {context.descriptor}, and "
-                    "this context doesn't allow capturing one: capture it beforehand, or dispatch "
-                    "the batch in mode NONE"
+                    f"there is no {context.mode.name} graph for {context.descriptor}, and this "
+                    "context doesn't allow capturing one: capture it beforehand, or dispatch the "
+                    "batch in mode NONE"
                 )
-            recorded = _Recorded.capture(self.runnable, args, kwargs, self._backend)
+            with _inside_a_capture():
+                recorded = _Recorded.capture(self.runnable, args, kwargs, self._record)
             self._graphs[context.descriptor] = recorded
         elif self._debug:
             recorded.check(args, kwargs)
@@ -87,7 +79,7 @@ class CUDAGraphWrapper:
     def unwrap(self) -> Any:
         """Return the first runnable inside that is no wrapper of ours."""
         inner = self.runnable
-        while isinstance(inner, CUDAGraphWrapper):
+        while isinstance(inner, _GraphWrapper):
             inner = inner.runnable
         return inner
 
@@ -96,6 +88,87 @@ class CUDAGraphWrapper:
         for recorded in self._graphs.values():
             recorded.graph.close()
         self._graphs.clear()
+
+
+class CUDAGraphWrapper(_GraphWrapper):
+    """Captures `runnable` whole, once for each batch descriptor in its own mode, then replays.
+
+    Outside a forward context, in mode NONE and in a mode that isn't its own it just calls
+    `runnable`. Attributes that it lacks are those of `runnable`.
+
+    Args:
+        runnable: What to run; everything but the contents of its tensors is baked in.
+        runtime_mode: FULL or PIECEWISE: the mode in which this wrapper captures and replays.
+        backend: Captures the graphs; all of one backend share a memory pool.
+
+    Raises:
+        ConfigError: The mode is none that captures.
+    """
+
+    def __init__(
+        self, runnable: Callable[..., Any], runtime_mode: CUDAGraphMode, *, backend: GraphBackend
+    ) -> None:
+        _check_mode(runtime_mode)
+        super().__init__(runnable, backend)
+        self.runtime_mode = runtime_mode
+
+    def _serves(self, mode: CUDAGraphMode) -> bool:
+        return mode is self.runtime_mode
+
+    def _record(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        with without_breaks():
+            return self._backend.capture(run, buffers)
+
+
+class BreakableCUDAGraphWrapper(_GraphWrapper):
+    """Like :class:`CUDAGraphWrapper`, in segments around operations marked with ``eager_break``.
+
+    Args:
+        runnable: What to run.
+        runtime_mode: The mode in which it captures and replays; ``None`` means any but NONE.
+        backend: Captures the segments; so far `trace` can.
+
+    Raises:
+        ConfigError: The mode is none that captures, or (at a capture) the backend can't.
+    """
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        runtime_mode: CUDAGraphMode | None = None,
+        *,
+        backend: GraphBackend,
+    ) -> None:
+        if runtime_mode is not None:
+            _check_mode(runtime_mode)
+        super().__init__(runnable, backend)
+        self.runtime_mode = runtime_mode
+
+    def _serves(self, mode: CUDAGraphMode) -> bool:
+        if self.runtime_mode is None:
+            return mode is not CUDAGraphMode.NONE
+        return mode is self.runtime_mode
+
+    def _record(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        return capture_breakable(self._backend, run, buffers)
+
+
+def _check_mode(mode: CUDAGraphMode) -> None:
+    if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+        raise ConfigError(
+            f"runtime_mode must be FULL or PIECEWISE, got {mode.name}: in other modes there is "
+            "nothing to capture"
+        )
+
+
+@contextmanager
+def _inside_a_capture() -> Iterator[None]:
+    """Within the block wrappers inside the runnable just call what they wrap."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
 
 
 class _Recorded:
@@ -117,7 +190,7 @@ class _Recorded:
         runnable: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        backend: GraphBackend,
+        record: Callable[[Runnable, Mapping[str, torch.Tensor]], CapturedGraph],
     ) -> _Recorded:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         buffers = {str(i): x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
@@ -130,7 +203,7 @@ class _Recorded:
             rebuilds.append(rebuild)
             return outputs
 
-        graph = backend.capture(run, buffers)
+        graph = record(run, buffers)
         return cls(graph, _addresses(args, kwargs), rebuilds[-1])
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
