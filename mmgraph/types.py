@@ -6,7 +6,7 @@ S attention segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -186,6 +186,8 @@ class EncoderFacts:
         eager_returns: "tree" if ``embed_multimodal`` returns what ``encoder_forward`` returns,
             "items" if it returns one tensor an item; then only the first tensor that
             ``encoder_forward`` returns is kept.
+        probes: Calls that a fresh graph of a key must answer as eager mode does before it serves;
+            ``None`` for encoders that always take the same way through their code.
         examples: Batches that calls of about `budget` tokens and at most `max_items` items look
             like, given both; what they need is captured up front.
     """
@@ -198,4 +200,5 @@ class EncoderFacts:
     min_tokens: int = 1
     max_tokens: int = 1
     eager_returns: Literal["tree", "items"] = "items"
+    probes: Callable[[GraphKey], Sequence[Mapping[str, Any]]] | None = None
     examples: Callable[[int, int], Sequence[EncoderBatch]]

@@ -128,6 +128,8 @@ class PackedEncoder(TowerEncoder):
         batch = EncoderBatch(tuple(self._item(tuple(g)) for g in grids))
         expected = sum(item.num_tokens for item in batch.items)
         if expected != main.shape[0]:
+            if main.shape[:2] == (1, expected):  # a tower that packs along dimension 1
+                raise Refusal(Reason.UNSUPPORTED_CALL, batch, "patches along dimension 1")
             raise InvalidInputError(
                 f"{_GRID}={grids} stands for {expected} patches, but {self.signature.main_input} "
                 f"has {main.shape[0]} rows: pass both as the processor made them"

@@ -38,6 +38,7 @@ class RowsEncoder(TowerEncoder):
             min_tokens=tokens,
             max_tokens=32 * tokens,
             eager_returns="tree",
+            probes=self._probes,
             examples=self._examples,
         )
 
@@ -100,6 +101,38 @@ class RowsEncoder(TowerEncoder):
         tokens = self._tokens_per_row()
         rows = (EncoderItemSpec(tokens),) * max(1, budget // tokens)
         return [EncoderBatch(rows, self.example_signature())]
+
+    def _probes(self, key: GraphKey) -> Sequence[Mapping[str, Any]]:
+        """Calls with full and with partial masks.
+
+        transformers leaves out a mask that masks nothing, except while it is being captured. Some
+        towers do more than leave it out then (Phi-4-multimodal's attention becomes causal), so a
+        graph with a mask argument can be right for one mask and wrong for another.
+        """
+        assert isinstance(key.signature, CallSignature)
+        if len(key.signature.tensors) == 1:
+            return []
+        rows = key.token_budget // self._tokens_per_row()
+        return [
+            {
+                **{
+                    name: self._probe_tensor(rows, shape, dtype, full=full)
+                    for name, shape, dtype in key.signature.tensors
+                },
+                **self._constants(key),
+            }
+            for full in (True, False)
+        ]
+
+    def _probe_tensor(
+        self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, *, full: bool
+    ) -> torch.Tensor:
+        if dtype.is_floating_point:
+            return self._random(rows, *shape).to(dtype)
+        mask = torch.ones(rows, *shape, dtype=dtype, device=self.device)
+        if not full and shape:
+            mask[..., (shape[-1] + 1) // 2 :] = 0
+        return mask
 
     def _tokens_per_row(self) -> int:
         if self._tokens is None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mmgraph.config import GraphConfig
 from mmgraph.env import debug_enabled
-from mmgraph.errors import CaptureError, ConfigError, UnsupportedModelError
+from mmgraph.errors import CaptureError, UnsupportedModelError
 from mmgraph.graphs import (
     BufferArena,
     CapturedGraph,
@@ -31,9 +31,11 @@ from mmgraph.graphs import (
     select_backend,
 )
 from mmgraph.log import WarnOnce, get_logger
+from mmgraph.manager.budgets import budgets_of
 from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
-from mmgraph.policy import Bin, ladder, segment_tier
+from mmgraph.manager.verify import largest_error, max_error
+from mmgraph.policy import Bin, segment_tier
 from mmgraph.protocol import SupportsEncoderCudaGraph, supports_encoder_cudagraph
 from mmgraph.stats import EncoderStats, GraphRecord, StatsRecorder
 from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
@@ -41,8 +43,6 @@ from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
 __all__ = ["EncoderCudaGraphManager"]
 
 _logger = get_logger(__name__)
-_DEFAULT_ROWS = (1, 2, 4, 8, 16, 32)
-_DEFAULT_BUDGETS = 16
 _CACHED_PLANS = 256
 
 
@@ -93,7 +93,7 @@ class EncoderCudaGraphManager:
         self.model = model
         self.facts: EncoderFacts = model.encoder_facts()
         self.backend = backend or select_backend(config.backend, self.device)
-        self.budgets = _budgets(config, self.facts)
+        self.budgets = budgets_of(config, self.facts)
         self._planner = Planner(self.budgets)
         self._entries: dict[GraphKey, _Entry] = {}
         self._failed: dict[GraphKey, Reason] = {}
@@ -325,7 +325,31 @@ class EncoderCudaGraphManager:
 
         with torch.inference_mode():
             graph = self.backend.capture(run, buffers.views)
-        return _Entry(graph, buffers, recorded[-1], time.perf_counter() - start)
+        entry = _Entry(graph, buffers, recorded[-1], time.perf_counter() - start)
+        if self.facts.probes is not None:
+            self._check(entry, key, self.facts.probes(key))
+        return entry
+
+    @torch.no_grad()
+    def _check(self, entry: _Entry, key: GraphKey, probes: Sequence[Mapping[str, Any]]) -> None:
+        """Raise unless a fresh graph answers `probes` as eager mode does."""
+        try:
+            for call in probes:
+                eager = self._eager_tensors(self.model.embed_multimodal(**call))
+                batch = self.model.item_specs(call)
+                items = tuple(range(len(batch.items)))
+                with self.backend.ordered():
+                    entry.buffers.load(self.model.replay_inputs(call, batch, items, key))
+                    worst = largest_error(entry.graph.replay(), eager)
+                if not worst <= max_error(eager):
+                    raise CaptureError(
+                        f"its graph differs from eager mode by {worst:.1e} on a probe"
+                    )
+        except Exception as error:
+            entry.graph.close()
+            if isinstance(error, CaptureError):
+                raise
+            raise CaptureError(f"eager mode can't answer a probe: {error}") from error
 
     def _record(self, output: Any, num_tokens: int) -> tuple[OutputLayout, list[torch.Tensor]]:
         if self.facts.eager_returns == "items":
@@ -349,30 +373,3 @@ class EncoderCudaGraphManager:
             tuple(budget for _ in key.max_seqlen),
             key.signature,
         )
-
-
-def _budgets(config: GraphConfig, facts: EncoderFacts) -> tuple[int, ...]:
-    """Token budgets of an encoder, from the config or from what it is."""
-    row = facts.tokens_per_row
-    if facts.layout == "rows":
-        if config.row_budgets is None and config.token_budgets is not None:
-            budgets = tuple(sorted({tokens // row for tokens in config.token_budgets} - {0}))
-            if not budgets:
-                raise ConfigError(
-                    f"no token budget holds one row of {facts.name}, which has {row} tokens: "
-                    f"raise token_budgets, or set row_budgets"
-                )
-        else:
-            budgets = config.row_budgets or _DEFAULT_ROWS
-        return tuple(rows * row for rows in budgets)
-    if config.token_budgets is None:
-        step = facts.token_granularity
-        return ladder(facts.min_tokens, facts.max_tokens, _DEFAULT_BUDGETS, step)
-    granularity = facts.token_granularity
-    odd = [tokens for tokens in config.token_budgets if tokens % granularity]
-    if odd:
-        raise ConfigError(
-            f"token budgets of {facts.name} must be multiples of {granularity} (its spatial "
-            f"merge), got {odd[0]}: use {-(-odd[0] // granularity) * granularity}"
-        )
-    return config.token_budgets

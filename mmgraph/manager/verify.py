@@ -1,0 +1,35 @@
+"""How far a graph may be from eager mode, without a reference that is better than both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["largest_error", "max_error"]
+
+_FLOAT32 = 1e-3
+_HALF = 0.1
+
+
+def largest_error(ours: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> float:
+    """The largest relative error of a tensor, in the Frobenius norm; NaN counts where it differs.
+
+    Tensors that hold no floating-point numbers must be equal.
+    """
+    return max(_error(a, b) for a, b in zip(ours, eager, strict=True))
+
+
+def max_error(eager: Sequence[torch.Tensor]) -> float:
+    """What rounding may account for: two kernels in half precision are rarely 5 % apart."""
+    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in eager)
+    return _HALF if narrow else _FLOAT32
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape or not a.is_floating_point():
+        return 0.0 if torch.equal(a, b) else float("inf")
+    if not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
