@@ -210,15 +210,6 @@ class EncoderCudaGraphManager:
         """Device memory of each graph in bytes."""
         return {record.key: record.num_bytes for record in self.stats().graphs}
 
-    def refuse(self, mm_kwargs: Mapping[str, Any], reason: Reason) -> Any:
-        """Run a call in eager mode and count its items under `reason`."""
-        self._stats.called()
-        try:
-            batch: EncoderBatch | None = self.model.item_specs(mm_kwargs)
-        except Refusal as refusal:
-            batch = refusal.batch
-        return self._run_eagerly(mm_kwargs, Refusal(reason, batch))
-
     def _serve(
         self, mm_kwargs: Mapping[str, Any]
     ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
@@ -304,6 +295,8 @@ class EncoderCudaGraphManager:
             self._entries[key] = self._capture(key)
         except CaptureError as error:
             self._failed[key] = Reason.CAPTURE_FAILED
+            if not any(other.signature == key.signature for other in self._entries):
+                self._arenas.pop(key.signature, None)  # buffers that no graph reads
             self._warn_once(
                 key.signature, "%s runs in eager mode for %s: %s", self.facts.name, key, error
             )
@@ -361,7 +354,13 @@ class EncoderCudaGraphManager:
         arena = self._arenas.get(key.signature)
         if arena is None:
             largest = self.model.capture_inputs(self._largest_key(key))
-            arena = self._arenas[key.signature] = BufferArena(largest, self.device)
+            try:
+                arena = BufferArena(largest, self.device)
+            except torch.OutOfMemoryError as error:
+                raise CaptureError(
+                    f"no memory for buffers of {self.budgets[-1]} tokens: lower the budgets"
+                ) from error
+            self._arenas[key.signature] = arena
         return arena
 
     def _largest_key(self, key: GraphKey) -> GraphKey:

@@ -136,6 +136,31 @@ def test_capture_logs_how_many_graphs_there_are(caplog: pytest.LogCaptureFixture
     assert caplog.messages[-1].startswith("engine: 2 graphs captured")
 
 
+def test_no_memory_for_buffers_means_eager_mode(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    manager, call = make_manager(), call_of([4, 2])
+    monkeypatch.setattr("mmgraph.manager.manager.BufferArena", no_memory)
+    assert_items_equal(manager.execute(call), manager.model, call)
+    assert manager.stats().misses == {Reason.CAPTURE_FAILED: 2}
+    assert "no memory for buffers of 32 tokens: lower the budgets" in caplog.text
+
+
+def test_buffers_that_no_graph_reads_are_freed() -> None:
+    encoder = make_encoder()
+    encoder.fails_above = 0
+    manager = make_manager(encoder)
+    manager.execute(call_of([4]))
+    assert manager._arenas == {}
+    encoder.fails_above = None
+    manager.clear()
+    manager.execute(call_of([4]))
+    assert len(manager._arenas) == 1
+
+
 def test_a_failed_capture_is_counted_warned_about_once_and_not_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -144,15 +144,6 @@ def test_no_part_of_a_replayed_call_has_gradients() -> None:
     assert manager.stats().hits == 2
 
 
-def test_refuse_counts_the_items_under_the_reason_given() -> None:
-    manager = make_manager()
-    call = call_of([4, 2])
-    assert_items_equal(manager.refuse(call, Reason.TRAINING), manager.model, call)
-    manager.refuse(call_of([]), Reason.TRAINING)
-    assert manager.stats().misses == {Reason.TRAINING: 2}
-    assert manager.stats().calls == 2
-
-
 class TwoOutputs(EngineEncoder):
     """Returns features of another layer besides, which only graphs hand on."""
 
