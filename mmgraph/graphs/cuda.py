@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from mmgraph.env import gc_during_capture
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
 from mmgraph.graphs.guard import CaptureGuard
@@ -125,20 +126,41 @@ class CudaBackend(GraphBackend):
             self._pool = _Pool(pool, borrowed=True)
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
-        with self._lock, torch.cuda.device(self._device):
+        with self.on_capture_stream():
+            return self._warm_up_and_record(run, buffers)
+
+    @contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        """Be alone on the capture stream, in order with the caller's own, and have a pool."""
+        with self._lock, torch.cuda.device(self._device), _collected_and_disabled():
             if self._pool is None or self._pool.is_dead:
                 self._pool = _Pool(torch.cuda.graph_pool_handle())
             if self._stream is None:
                 self._stream = _capture_streams.take(self._device)
-            if gc.isenabled():  # a capture of its own, outside a frozen block
-                gc.collect()
-                torch.cuda.empty_cache()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             try:
                 with torch.cuda.stream(self._stream):
-                    return self._warm_up_and_record(run, buffers)
+                    yield
             finally:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
+                self._give_stream_back_if_unused()
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Start recording a graph; on the capture stream only."""
+        assert self._pool is not None, "on_capture_stream() makes one"
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        return graph
+
+    def end(
+        self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], num_bytes: int = 0
+    ) -> CudaGraph:
+        """Take over a graph whose recording has ended."""
+        pool = self._pool
+        assert pool is not None, "on_capture_stream() makes one"
+        pool.opened()
+        self._live += 1
+        return CudaGraph(graph, outputs, num_bytes, partial(self._closed, pool))
 
     def _warm_up_and_record(
         self, run: Runnable, buffers: Mapping[str, torch.Tensor]
@@ -152,30 +174,30 @@ class CudaBackend(GraphBackend):
             raise
         except Exception as error:
             raise CaptureError(f"the warm-up before a capture failed: {error}") from error
-        pool, before = self._pool, _reserved_bytes(self._device)
-        assert pool is not None, "capture() makes one"
-        graph = torch.cuda.CUDAGraph()
-        with self._undone_on_failure():
-            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        before = _reserved_bytes(self._device)
+        with self.undone_on_failure():
+            graph = self.begin()
             try:
                 outputs = run(buffers)
             finally:
                 graph.capture_end()
-        pool.opened()
-        self._live += 1
-        num_bytes = max(0, _reserved_bytes(self._device) - before)
-        return CudaGraph(graph, outputs, num_bytes, partial(self._closed, pool))
+        return self.end(graph, outputs, max(0, _reserved_bytes(self._device) - before))
 
     def _closed(self, pool: _Pool) -> None:
         with self._lock:
             pool.closed()
             self._live -= 1
-            if self._live == 0 and self._stream is not None:
-                _capture_streams.give_back(self._stream)
-                self._stream = None
+            self._give_stream_back_if_unused()
+
+    def _give_stream_back_if_unused(self) -> None:
+        """Let others capture on the stream once no graph of ours may still be running."""
+        if self._live == 0 and self._stream is not None:
+            self._order.make_wait(self._stream)
+            _capture_streams.give_back(self._stream)
+            self._stream = None
 
     @contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
+    def undone_on_failure(self) -> Iterator[None]:
         """Turn any failure of a capture into a `CaptureError` and put right what it left."""
         generator = torch.cuda.default_generators[self._device.index]
         state = generator.clone_state()
@@ -204,6 +226,11 @@ class _Order(AbstractContextManager[None]):
         self._event: torch.cuda.Event | None = None
         self._last_stream: int | None = None
 
+    def make_wait(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait for what was done inside last."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
     def __enter__(self) -> None:
         self._lock.acquire()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -218,6 +245,26 @@ class _Order(AbstractContextManager[None]):
             self._event.record(torch.cuda.current_stream(self._device))
         finally:
             self._lock.release()
+
+
+@contextmanager
+def _collected_and_disabled() -> Iterator[None]:
+    """Clean up, then keep the collector out: a finaliser that it runs can break a recording.
+
+    Inside a block that froze the collector this does nothing; it was cleaned up before. Where the
+    environment wants the collector to run during captures, it is cleaned up all the same.
+    """
+    if gc.isenabled():
+        gc.collect()
+        torch.cuda.empty_cache()
+    disabled = gc.isenabled() and not gc_during_capture()
+    if disabled:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if disabled:
+            gc.enable()
 
 
 def _reserved_bytes(device: torch.device) -> int:

@@ -33,6 +33,7 @@ _HOST_READS = frozenset(
         _aten.repeat_interleave.Tensor,
     }
 )
+_CONSTANT = _aten.lift_fresh.default
 _COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
 _INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default})
 
@@ -53,6 +54,8 @@ class CaptureGuard(TorchDispatchMode):
             raise CaptureError(f"it reads data on the host, at {func}")
         if on_device and func in _INDEXED and _depends_on_mask(args):
             raise CaptureError(f"the shape of a result depends on data, at {func} with a mask")
+        if on_device and func is _CONSTANT:  # torch.tensor(...) copies with all modes off
+            raise CaptureError("it makes a tensor on the device from numbers on the host")
         output = func(*args, **kwargs)
         if func in _COPIES and len({t.device.type for t in _tensors((args, output), kwargs)}) > 1:
             raise CaptureError(f"it copies between host and device, at {func}")

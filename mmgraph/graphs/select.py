@@ -22,6 +22,8 @@ def select_backend(name: str, device: torch.device) -> GraphBackend:
         name = "cuda" if device.type == "cuda" else "trace"
     if name == "trace":
         return TraceBackend()
+    if name != "cuda":
+        raise ConfigError(f"backend must be one of auto, cuda, trace, got {name!r}")
     if device.type != "cuda":
         raise ConfigError(
             f"backend='cuda' needs an encoder on a CUDA device, got one on {device}: move the "

@@ -126,7 +126,7 @@ class BreakableCUDAGraphWrapper(_GraphWrapper):
     Args:
         runnable: What to run.
         runtime_mode: The mode in which it captures and replays; ``None`` means any but NONE.
-        backend: Captures the segments; so far `trace` can.
+        backend: Captures the segments.
 
     Raises:
         ConfigError: The mode is none that captures, or (at a capture) the backend can't.

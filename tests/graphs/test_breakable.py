@@ -25,7 +25,7 @@ from mmgraph.graphs import (
 )
 from mmgraph.recipes import load_recipe
 
-DEVICES = ["cpu"]  # the cuda backend captures whole graphs so far
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH = BatchDescriptor(4)
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -275,6 +275,21 @@ def test_a_capture_leaves_the_collector_as_it_is(
         gc.enable()
 
 
+def test_the_collector_is_off_while_a_call_is_recorded(
+    backend: CudaBackend, x: torch.Tensor
+) -> None:
+    """A finaliser that it runs then can break the recording."""
+    seen: list[tuple[bool, bool]] = []
+
+    def run(buffers: Buffers) -> list[torch.Tensor]:
+        seen.append((torch.cuda.is_current_stream_capturing(), gc.isenabled()))
+        return affine(2)(buffers)
+
+    backend.capture(run, {"x": x})
+    assert seen[-1] == (True, False)
+    assert gc.isenabled()
+
+
 def test_a_capture_draws_no_random_number_of_the_user(
     backend: CudaBackend, x: torch.Tensor
 ) -> None:

@@ -116,6 +116,15 @@ def test_what_breaks_a_capture_is_refused(operations: dict[str, Operation], mess
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("value", [1.0, [1.0, 2.0]])
+def test_a_constant_of_the_host_is_refused(value: object) -> None:
+    """The constructor copies with dispatch modes switched off, but hands on what it made."""
+    torch.tensor(value, device="cuda")
+    with pytest.raises(CaptureError, match="from numbers on the host"), CaptureGuard():
+        torch.tensor(value, device="cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_a_capture_can_hold_passes_and_is_captured(name: str) -> None:
     x, i = operands("cuda")
@@ -134,8 +143,6 @@ def test_what_a_capture_can_hold_passes_and_is_captured(name: str) -> None:
         pytest.param(lambda x, i: assign(x, x > 0, x.sum()), id="assign a tensor by mask"),
         # the kernel takes the value by .item()
         pytest.param(lambda x, i: x.masked_fill(x > 0, x.sum()), id="masked_fill by a tensor"),
-        # the constructor copies with dispatch modes switched off
-        pytest.param(lambda x, i: torch.tensor([1.0], device="cuda"), id="constant of the host"),
         # isclose(...).all().item() below the dispatcher
         pytest.param(lambda x, i: torch.allclose(x, x), id="allclose"),
     ],

@@ -35,6 +35,11 @@ def test_graphs_of_cuda_need_a_cuda_device(device: str) -> None:
         select_backend("cuda", torch.device(device))
 
 
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be one of auto, cuda, trace, got 'cudagraph'"):
+        select_backend("cudagraph", torch.device("cpu"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "kind"), [("auto", CudaBackend), ("cuda", CudaBackend), ("trace", TraceBackend)]
