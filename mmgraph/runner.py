@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -159,17 +160,8 @@ def _with_rows(value: torch.Tensor) -> torch.Tensor:
 
 def _groups(mm_kwargs: Sequence[tuple[str, Item]]) -> Iterator[tuple[str, list[Item]]]:
     """Neighbours of one modality that can be one batch."""
-    group: list[Item] = []
-    last: object = None
-    for modality, item in mm_kwargs:
-        kind = (modality, _kind(item))
-        if group and kind != last:
-            yield last[0], group  # type: ignore[index]
-            group = []
-        group.append(item)
-        last = kind
-    if group:
-        yield last[0], group  # type: ignore[index]
+    for (modality, _), pairs in groupby(mm_kwargs, key=lambda pair: (pair[0], _kind(pair[1]))):
+        yield modality, [item for _, item in pairs]
 
 
 def _kind(item: Item) -> list[tuple[str, Any]]:

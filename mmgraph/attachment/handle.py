@@ -209,7 +209,11 @@ class Handle:
             except _Rehearsed:
                 continue
             except Exception as error:  # the model wants more than an example: expect plain calls
-                _logger.info("no rehearsal of %s: %s", encoder.name, error)
+                _logger.warning(
+                    "%s is captured for plain calls, since the model can't be rehearsed: %s",
+                    encoder.name,
+                    error,
+                )
 
 
 class _Rehearsed(Exception):

@@ -70,8 +70,10 @@ class AttachedMethod:
             return encoder.forward(*args, **kwargs)
         try:
             call = encoder.signature.bind(args, kwargs)
-        except Refusal:
-            return encoder.forward(*args, **kwargs)  # raises Python's own TypeError
+        except Refusal as refusal:
+            output = encoder.forward(*args, **kwargs)  # mostly Python's own TypeError
+            self._count_miss(self.closed or refusal.reason)
+            return output
         listener = _listener.get()
         if listener is not None:
             listener(encoder, call)
@@ -97,6 +99,13 @@ class AttachedMethod:
             del self.module.__dict__[method]
         else:
             self.module.__dict__[method] = self._before
+
+    def _count_miss(self, reason: Reason) -> None:
+        if self.manager is not None:
+            self.manager.count_miss(reason)
+        else:
+            self.stats.called()
+            self.stats.missed(reason, 1)
 
     def _num_items(self, call: dict[str, Any]) -> int:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def scenes(photos: Sequence[Image.Image], device: torch.device) -> list[Callable
         ("siglip-so400m-384" if real else "siglip:tiny", _siglip_calls, rows),
         ("timm-vit-b16-224" if real else "timm:tiny", _timm_calls, rows),
     ]
-    return [lambda entry=entry: build(*entry) for entry in table]  # type: ignore[misc]
+    return [partial(build, *entry) for entry in table]
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,8 +201,8 @@ class PackedEncoder(TowerEncoder):
 def read_grids_on_host(grid: Any) -> list[list[int]]:
     """Return a grid tensor (B, 3) as ints: free on the CPU, the one sync of a call on a GPU."""
     if isinstance(grid, torch.Tensor):
-        grids: list[list[int]] = grid.tolist()
-        return grids if grid.dim() == 2 else [grids]  # type: ignore[list-item]
+        grids: list[list[int]] = (grid if grid.dim() == 2 else grid.unsqueeze(0)).tolist()
+        return grids
     return [[int(n) for n in row] for row in grid]
 
 

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -183,7 +183,7 @@ def eager_break(function: _Function) -> _Function:
             return function(*args, **kwargs)
         return capture.break_at(function, args, kwargs)
 
-    return broken  # type: ignore[return-value]
+    return cast(_Function, broken)
 
 
 @contextmanager

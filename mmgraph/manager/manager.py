@@ -12,9 +12,8 @@ out before the lock is given up. Outputs belong to the caller.
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,20 +21,13 @@ import torch
 from mmgraph.config import GraphConfig
 from mmgraph.env import debug_enabled
 from mmgraph.errors import CaptureError, UnsupportedModelError
-from mmgraph.graphs import (
-    BufferArena,
-    CapturedGraph,
-    GraphBackend,
-    StaticBuffers,
-    freeze_gc_for_cudagraph_capture,
-    select_backend,
-)
-from mmgraph.log import WarnOnce, get_logger
+from mmgraph.graphs import GraphBackend, freeze_gc_for_cudagraph_capture, select_backend
+from mmgraph.log import get_logger
 from mmgraph.manager.budgets import budgets_of
 from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
-from mmgraph.manager.verify import largest_error, max_error
-from mmgraph.policy import Bin, segment_tier
+from mmgraph.manager.store import GraphStore
+from mmgraph.policy import Bin
 from mmgraph.protocol import SupportsEncoderCudaGraph, supports_encoder_cudagraph
 from mmgraph.stats import EncoderStats, GraphRecord, StatsRecorder
 from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
@@ -44,18 +36,6 @@ __all__ = ["EncoderCudaGraphManager"]
 
 _logger = get_logger(__name__)
 _CACHED_PLANS = 256
-
-
-class _Entry:
-    """A captured graph with all that belongs to it."""
-
-    def __init__(
-        self, graph: CapturedGraph, buffers: StaticBuffers, layout: OutputLayout, seconds: float
-    ) -> None:
-        self.graph = graph
-        self.buffers = buffers
-        self.layout = layout
-        self.seconds = seconds
 
 
 class EncoderCudaGraphManager:
@@ -95,13 +75,10 @@ class EncoderCudaGraphManager:
         self.backend = backend or select_backend(config.backend, self.device)
         self.budgets = budgets_of(config, self.facts)
         self._planner = Planner(self.budgets)
-        self._entries: dict[GraphKey, _Entry] = {}
-        self._failed: dict[GraphKey, Reason] = {}
-        self._arenas: dict[Hashable, BufferArena] = {}
+        self._store = GraphStore(model, self.facts, self.backend, self.device, self.budgets[-1])
         self._plans: OrderedDict[EncoderBatch, Plan] = OrderedDict()
         self._debug = debug_enabled()
         self._stats = StatsRecorder()
-        self._warn_once = WarnOnce(_logger)
         self._lock = threading.RLock()
         self._serving = config.capture == "lazy"
 
@@ -131,23 +108,22 @@ class EncoderCudaGraphManager:
         keys = self.keys_to_capture()
         with self._lock:
             self.backend.use_pool(graph_pool)
-            before = sum(entry.graph.num_bytes for entry in self._entries.values())
+            before = self._store.num_bytes
             with freeze_gc_for_cudagraph_capture():
                 for key in keys:
-                    if len(self._entries) >= self.config.max_graphs:
+                    if len(self._store.entries) >= self.config.max_graphs:
                         break
                     if progress is not None:
                         progress(key)
-                    self._failed.pop(key, None)
-                    error = self._try_capture(key)
-                    if error is not None and not self._entries:
+                    error = self._capture(key)
+                    if error is not None and not self._store.entries:
                         raise error
             self._serving = True
-            num_bytes = sum(entry.graph.num_bytes for entry in self._entries.values()) - before
+            num_bytes = self._store.num_bytes - before
             _logger.info(
                 "%s: %d graphs captured, %.1f MiB",
                 self.facts.name,
-                sum(key in self._entries for key in keys),
+                sum(key in self._store.entries for key in keys),
                 num_bytes / 2**20,
             )
             return num_bytes
@@ -159,7 +135,7 @@ class EncoderCudaGraphManager:
             for batch in self.facts.examples(budget, self.config.max_items):
                 items = tuple(range(len(batch.items)))
                 keys[self._planner.key_for(batch, Bin(items, budget))] = None
-        return [key for key in keys if key not in self._entries]
+        return [key for key in keys if key not in self._store.entries]
 
     def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Encode the items of a call.
@@ -178,7 +154,7 @@ class EncoderCudaGraphManager:
             return [first]
         if layout is None:
             num_tokens = sum(item.num_tokens for item in batch.items)
-            layout, _ = self._record(output, num_tokens)
+            layout, _ = self._store.record(output, num_tokens)
         return layout.split(first, batch)
 
     def run(self, mm_kwargs: Mapping[str, Any]) -> Any:
@@ -188,12 +164,8 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Free every graph and buffer; lazily captured ones come back on use."""
         with self._lock:
-            for entry in self._entries.values():
-                entry.graph.close()
-            self._stats.forget(list(self._entries))
-            self._entries.clear()
-            self._arenas.clear()
-            self._failed.clear()
+            self._stats.forget(list(self._store.entries))
+            self._store.clear()
             self._plans.clear()
             self._serving = self.config.capture == "lazy"
 
@@ -202,13 +174,18 @@ class EncoderCudaGraphManager:
         with self._lock:
             records = tuple(
                 GraphRecord(key, self._stats.replays(key), entry.graph.num_bytes, entry.seconds)
-                for key, entry in self._entries.items()
+                for key, entry in self._store.entries.items()
             )
             return self._stats.snapshot(records)
 
     def memory_by_graph(self) -> dict[GraphKey, int]:
         """Device memory of each graph in bytes."""
         return {record.key: record.num_bytes for record in self.stats().graphs}
+
+    def count_miss(self, reason: Reason, num_items: int = 1) -> None:
+        """Count a call that somebody else ran in eager mode."""
+        self._stats.called()
+        self._stats.missed(reason, num_items)
 
     def _serve(
         self, mm_kwargs: Mapping[str, Any]
@@ -240,12 +217,12 @@ class EncoderCudaGraphManager:
             return known
         while True:
             plan = self._planner.plan(batch, self._graphs())
-            missing = {r.key for r in plan.replays if r.key not in self._entries}
+            missing = {r.key for r in plan.replays if r.key not in self._store.entries}
             if not missing:
                 break
             for key in sorted(missing, key=lambda k: -k.token_budget):
-                if len(self._entries) < self.config.max_graphs:
-                    self._try_capture(key)
+                if len(self._store.entries) < self.config.max_graphs:
+                    self._capture(key)
         self._plans[batch] = plan
         if len(self._plans) > _CACHED_PLANS:
             self._plans.popitem(last=False)
@@ -253,20 +230,20 @@ class EncoderCudaGraphManager:
 
     def _graphs(self) -> Graphs:
         lazy = self.config.capture == "lazy"
-        room = len(self._entries) < self.config.max_graphs
+        room = len(self._store.entries) < self.config.max_graphs
         missing = Reason.GRAPH_LIMIT if lazy and not room else Reason.NOT_CAPTURED
-        return Graphs(self._entries.keys(), self._failed, lazy and room, missing)
+        return Graphs(self._store.entries.keys(), self._store.failed, lazy and room, missing)
 
     @torch.no_grad()
     def _run_plan(
         self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, plan: Plan
     ) -> tuple[OutputLayout, list[torch.Tensor]]:
-        layout = self._entries[plan.replays[0].key].layout
+        layout = self._store.entries[plan.replays[0].key].layout
         collector = Collector(layout, batch)
         for part in plan.eager:
             self._stats.missed(part.reason, len(part.items))
             output = self.model.embed_multimodal(**self.model.select_items(mm_kwargs, part.items))
-            collector.add(part.items, self._eager_tensors(output))
+            collector.add(part.items, self._store.eager_tensors(output))
         with self.backend.ordered():
             for replay in plan.replays:
                 collector.add(replay.items, self._replay(mm_kwargs, batch, replay))
@@ -275,7 +252,7 @@ class EncoderCudaGraphManager:
     def _replay(
         self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, replay: Replay
     ) -> list[torch.Tensor]:
-        entry = self._entries[replay.key]
+        entry = self._store.entries[replay.key]
         if self._debug:
             entry.buffers.check_addresses()
         entry.buffers.load(self.model.replay_inputs(mm_kwargs, batch, replay.items, replay.key))
@@ -284,91 +261,7 @@ class EncoderCudaGraphManager:
         self._stats.replayed(replay.key, len(replay.items), num_tokens)
         return tensors
 
-    def _eager_tensors(self, output: Any) -> list[torch.Tensor]:
-        if self.facts.eager_returns == "items":
-            return [torch.cat(list(output))]
-        return flatten_outputs(output)
-
-    def _try_capture(self, key: GraphKey) -> CaptureError | None:
-        """Capture `key`; on failure remember that, warn once and return the error."""
-        try:
-            self._entries[key] = self._capture(key)
-        except CaptureError as error:
-            self._failed[key] = Reason.CAPTURE_FAILED
-            if not any(other.signature == key.signature for other in self._entries):
-                self._arenas.pop(key.signature, None)  # buffers that no graph reads
-            self._warn_once(
-                key.signature, "%s runs in eager mode for %s: %s", self.facts.name, key, error
-            )
-            return error
-        finally:
-            self._plans.clear()
-        return None
-
-    def _capture(self, key: GraphKey) -> _Entry:
-        start = time.perf_counter()
-        with self.backend.ordered():  # the examples go where other graphs may still be reading
-            buffers = self._arena(key).views(self.model.capture_inputs(key))
-        recorded: list[OutputLayout] = []
-
-        def run(views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-            layout, tensors = self._record(self.model.encoder_forward(views, key), key.token_budget)
-            recorded.append(layout)
-            return tensors
-
-        with torch.inference_mode():
-            graph = self.backend.capture(run, buffers.views)
-        entry = _Entry(graph, buffers, recorded[-1], time.perf_counter() - start)
-        if self.facts.probes is not None:
-            self._check(entry, key, self.facts.probes(key))
-        return entry
-
-    @torch.no_grad()
-    def _check(self, entry: _Entry, key: GraphKey, probes: Sequence[Mapping[str, Any]]) -> None:
-        """Raise unless a fresh graph answers `probes` as eager mode does."""
-        try:
-            for call in probes:
-                eager = self._eager_tensors(self.model.embed_multimodal(**call))
-                batch = self.model.item_specs(call)
-                items = tuple(range(len(batch.items)))
-                with self.backend.ordered():
-                    entry.buffers.load(self.model.replay_inputs(call, batch, items, key))
-                    worst = largest_error(entry.graph.replay(), eager)
-                if not worst <= max_error(eager):
-                    raise CaptureError(
-                        f"its graph differs from eager mode by {worst:.1e} on a probe"
-                    )
-        except Exception as error:
-            entry.graph.close()
-            if isinstance(error, CaptureError):
-                raise
-            raise CaptureError(f"eager mode can't answer a probe: {error}") from error
-
-    def _record(self, output: Any, num_tokens: int) -> tuple[OutputLayout, list[torch.Tensor]]:
-        if self.facts.eager_returns == "items":
-            output = flatten_outputs(output)[0]
-        rows, granularity = self.facts.layout == "rows", self.facts.token_granularity
-        return OutputLayout.record(output, num_tokens, granularity, rows=rows)
-
-    def _arena(self, key: GraphKey) -> BufferArena:
-        arena = self._arenas.get(key.signature)
-        if arena is None:
-            largest = self.model.capture_inputs(self._largest_key(key))
-            try:
-                arena = BufferArena(largest, self.device)
-            except torch.OutOfMemoryError as error:
-                raise CaptureError(
-                    f"no memory for buffers of {self.budgets[-1]} tokens: lower the budgets"
-                ) from error
-            self._arenas[key.signature] = arena
-        return arena
-
-    def _largest_key(self, key: GraphKey) -> GraphKey:
-        budget = self.budgets[-1]
-        segments = segment_tier(budget // self.facts.token_granularity)
-        return GraphKey(
-            budget,
-            tuple(segments for _ in key.segment_capacity),
-            tuple(budget for _ in key.max_seqlen),
-            key.signature,
-        )
+    def _capture(self, key: GraphKey) -> CaptureError | None:
+        """Capture `key`; plans made before don't know of it, or that it failed."""
+        self._plans.clear()
+        return self._store.capture(key)

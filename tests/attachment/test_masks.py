@@ -107,3 +107,22 @@ def test_patches_along_another_dimension_are_no_contradiction() -> None:
         assert handle.stats().misses == {Reason.UNSUPPORTED_CALL: 1}
         with pytest.raises(InvalidInputError, match="stands for 12 patches"):
             tower(torch.randn(1, 11, 8), grid_thw=grid)
+
+
+class Starred(MaskedTower):
+    """Takes further positional arguments that have no names."""
+
+    def forward(self, pixel_values: torch.Tensor, *more: float) -> torch.Tensor:
+        return self.linear(pixel_values.flatten(1)) * (1 + sum(more))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("eager", [False, True])
+def test_arguments_without_a_name_run_in_eager_mode_and_are_counted(eager: bool) -> None:
+    tower, pixels = make(Starred), torch.randn(2, 2, 4)
+    expected = tower(pixels, 1.0, 2.0)
+    with mmgraph.attach(tower, GraphConfig(enforce_eager=eager)) as handle:
+        assert torch.equal(tower(pixels, 1.0, 2.0), expected)
+        reason = Reason.ENFORCE_EAGER if eager else Reason.UNSUPPORTED_CALL
+        assert handle.stats().misses == {reason: 1}
+        assert handle.stats().calls == 1

@@ -111,7 +111,7 @@ class Case:
     @staticmethod
     def arenas(handle: Handle) -> list[BufferArena]:
         managers = [m.manager for m in handle._methods if m.manager is not None]
-        return [arena for manager in managers for arena in manager._arenas.values()]
+        return [arena for manager in managers for arena in manager._store.arenas.values()]
 
     def poison_pool(self, handle: Handle) -> None:
         """Fill with NaN what graphs take their intermediate results from.

@@ -143,7 +143,7 @@ def test_no_memory_for_buffers_means_eager_mode(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     manager, call = make_manager(), call_of([4, 2])
-    monkeypatch.setattr("mmgraph.manager.manager.BufferArena", no_memory)
+    monkeypatch.setattr("mmgraph.manager.store.BufferArena", no_memory)
     assert_items_equal(manager.execute(call), manager.model, call)
     assert manager.stats().misses == {Reason.CAPTURE_FAILED: 2}
     assert "no memory for buffers of 32 tokens: lower the budgets" in caplog.text
@@ -154,11 +154,11 @@ def test_buffers_that_no_graph_reads_are_freed() -> None:
     encoder.fails_above = 0
     manager = make_manager(encoder)
     manager.execute(call_of([4]))
-    assert manager._arenas == {}
+    assert manager._store.arenas == {}
     encoder.fails_above = None
     manager.clear()
     manager.execute(call_of([4]))
-    assert len(manager._arenas) == 1
+    assert len(manager._store.arenas) == 1
 
 
 def test_a_failed_capture_is_counted_warned_about_once_and_not_tried_again(

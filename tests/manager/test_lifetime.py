@@ -27,7 +27,7 @@ def test_clear_frees_the_graphs_and_calls_capture_anew() -> None:
     call = call_of([4, 20])
     manager.execute(call)
     graphs = list(backend.graphs)
-    (arena,) = map(weakref.ref, manager._arenas.values())
+    (arena,) = map(weakref.ref, manager._store.arenas.values())
     manager.clear()
     manager.clear()
     gc.collect()
@@ -103,7 +103,7 @@ def test_debugging_finds_a_buffer_that_moved(debug: bool, monkeypatch: pytest.Mo
     manager = make_manager()
     manager.execute(call_of([4]))
     manager.execute(call_of([4]))
-    (entry,) = manager._entries.values()
+    (entry,) = manager._store.entries.values()
     entry.buffers.views["ends"] = entry.buffers.views["ends"].clone()
     if not debug:
         manager.execute(call_of([4]))  # unseen
@@ -116,9 +116,9 @@ def test_buffers_are_allocated_once_for_all_budgets() -> None:
     manager = make_manager()
     for lengths in ([4], [32], [2] * 12, [16]):
         manager.execute(call_of(lengths))
-    (arena,) = manager._arenas.values()
+    (arena,) = manager._store.arenas.values()
     assert arena.storage["patches"].shape[0] == BUDGETS[-1]
-    for entry in manager._entries.values():
+    for entry in manager._store.entries.values():
         for name, view in entry.buffers.views.items():
             assert view.data_ptr() == arena.storage[name].data_ptr()
 
