@@ -21,24 +21,12 @@ from mmgraph.graphs import (
     current_forward_context,
     eager_break,
     forward_context,
-    select_backend,
 )
 from mmgraph.recipes import load_recipe
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH = BatchDescriptor(4)
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def backend(device: str) -> GraphBackend:
-    return select_backend("auto", torch.device(device))
 
 
 @pytest.fixture

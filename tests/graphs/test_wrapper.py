@@ -15,10 +15,8 @@ from mmgraph.graphs import (
     CUDAGraphWrapper,
     GraphBackend,
     forward_context,
-    select_backend,
 )
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, OTHER = BatchDescriptor(4), BatchDescriptor(8)
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -35,16 +33,6 @@ class Model(nn.Module):
         self.runs += 1
         y = self.linear(x) * scales["one"]
         return {"y": y, "sum": [y.sum(dim=0)], "note": "constant"}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def backend(device: str) -> GraphBackend:
-    return select_backend("auto", torch.device(device))
 
 
 @pytest.fixture
