@@ -7,15 +7,15 @@ warm-up runs without the guard, because what breaks do may well read data on the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Mapping
 from functools import singledispatch
 
 import torch
 
 from mmgraph.errors import CaptureError, ConfigError
 from mmgraph.graphs.backend import GraphBackend, Runnable
-from mmgraph.graphs.cuda import CudaBackend, CudaGraph
+from mmgraph.graphs.cuda import CudaBackend, CudaGraph, abandon
 from mmgraph.graphs.segments import BreakableGraph, SegmentRecorder, recording
 from mmgraph.graphs.tape import TapeRecorder
 from mmgraph.graphs.trace import TraceBackend
@@ -23,13 +23,27 @@ from mmgraph.graphs.trace import TraceBackend
 __all__ = ["capture_breakable"]
 
 _WARM_UPS = 2
+Wrap = Callable[[SegmentRecorder], SegmentRecorder]
+
+
+def _as_it_is(recorder: SegmentRecorder) -> SegmentRecorder:
+    return recorder
 
 
 @singledispatch
 def capture_breakable(
-    backend: GraphBackend, run: Runnable, buffers: Mapping[str, torch.Tensor]
+    backend: GraphBackend,
+    run: Runnable,
+    buffers: Mapping[str, torch.Tensor],
+    wrap: Wrap = _as_it_is,
 ) -> BreakableGraph:
     """Capture like ``backend.capture``, in segments around operations marked ``eager_break``.
+
+    Args:
+        backend: Records the segments.
+        run: What to capture.
+        buffers: What it is captured on.
+        wrap: Puts another recorder on top of the backend's.
 
     Raises:
         CaptureError: A segment or an operation failed; nothing stays open.
@@ -43,12 +57,15 @@ def capture_breakable(
 
 @capture_breakable.register
 def _on_trace(
-    backend: TraceBackend, run: Runnable, buffers: Mapping[str, torch.Tensor]
+    backend: TraceBackend,
+    run: Runnable,
+    buffers: Mapping[str, torch.Tensor],
+    wrap: Wrap = _as_it_is,
 ) -> BreakableGraph:
     try:
         with torch.no_grad():
             run(buffers)
-            return recording(TapeRecorder(), lambda: run(buffers))
+            return recording(wrap(TapeRecorder(backend.about_to_end)), lambda: run(buffers))
     except CaptureError:
         raise
     except Exception as error:
@@ -57,37 +74,54 @@ def _on_trace(
 
 @capture_breakable.register
 def _on_cuda(
-    backend: CudaBackend, run: Runnable, buffers: Mapping[str, torch.Tensor]
+    backend: CudaBackend,
+    run: Runnable,
+    buffers: Mapping[str, torch.Tensor],
+    wrap: Wrap = _as_it_is,
+) -> BreakableGraph:
+    return backend.retried(lambda: _record_on_cuda(backend, run, buffers, wrap))
+
+
+def _record_on_cuda(
+    backend: CudaBackend, run: Runnable, buffers: Mapping[str, torch.Tensor], wrap: Wrap
 ) -> BreakableGraph:
     with torch.no_grad(), backend.ordered(), backend.on_capture_stream():
         try:
             for _ in range(_WARM_UPS):
                 run(buffers)
-            torch.cuda.synchronize()
+            backend.synchronize()
         except Exception as error:
             raise CaptureError(f"the warm-up before a capture failed: {error}") from error
+        before = backend.reserved_bytes()
         with backend.undone_on_failure():
-            return recording(_CudaRecorder(backend), lambda: run(buffers))
+            graph = recording(wrap(_CudaRecorder(backend)), lambda: run(buffers))
+        graph.num_bytes = max(0, backend.reserved_bytes() - before)
+        return graph
 
 
 class _CudaRecorder(SegmentRecorder):
-    """One CUDA graph a segment; what it allocates is counted with the pool, not by segment."""
+    """One CUDA graph a segment; what they allocate is counted for all of them together."""
 
     def __init__(self, backend: CudaBackend) -> None:
         self._backend = backend
         self._open: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
-        self._open = self._backend.begin()
+        self._open = torch.cuda.CUDAGraph()
+        self._backend.begin(self._open)
 
     def end(self) -> CudaGraph:
         assert self._open is not None, "begin() comes first"
-        graph, self._open = self._open, None
-        graph.capture_end()
+        self._backend.about_to_end()
+        graph = self._open
+        with warnings.catch_warnings():
+            # Nothing between two breaks is nothing to warn of.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
+        self._open = None
         return self._backend.end(graph, [])
 
     def abandon(self) -> None:
         if self._open is not None:
             graph, self._open = self._open, None
-            with suppress(RuntimeError):  # the error that is under way says more
-                graph.capture_end()
+            abandon(graph)

@@ -20,21 +20,24 @@ What a reader would get wrong, each seen on torch 2.11:
 
 from __future__ import annotations
 
-import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from mmgraph.env import gc_during_capture
 from mmgraph.errors import CaptureError
-from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
+from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_out_of_memory
+from mmgraph.graphs.gc_freeze import clean_up, undisturbed
 from mmgraph.graphs.guard import CaptureGuard
+from mmgraph.graphs.weak import weak_view
 
-__all__ = ["CudaBackend"]
+__all__ = ["CudaBackend", "CudaGraph", "abandon"]
+
+_Graph = TypeVar("_Graph", bound=CapturedGraph)
 
 
 class CudaGraph(CapturedGraph):
@@ -62,7 +65,8 @@ class CudaGraph(CapturedGraph):
             self._outputs = []
             self._graph.reset()
             self._graph = None
-            self._on_close()
+            on_close, self._on_close = self._on_close, _nothing  # a closed graph holds no backend
+            on_close()
 
 
 class _Pool:
@@ -105,52 +109,75 @@ class _CaptureStreams:
 
 
 _capture_streams = _CaptureStreams()
+_one_at_a_time = threading.RLock()
+"""What warms up and allocates for one capture could break another thread's."""
 
 
 class CudaBackend(GraphBackend):
     """Captures on one CUDA device, all graphs in one memory pool."""
 
     name = "cuda"
+    is_timed = True
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._live = 0
+        self._inside = 0
         self._lock = threading.RLock()
         self._order = _Order(self._device, self._lock)
+
+    def synchronize(self) -> None:
+        # Not the device: that includes streams on which other threads may be recording.
+        torch.cuda.current_stream(self._device).synchronize()
 
     def use_pool(self, pool: Any | None) -> None:
         if pool is not None:
             self._pool = _Pool(pool, borrowed=True)
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        return self.retried(lambda: self._capture(run, buffers))
+
+    def retried(self, capture: Callable[[], _Graph]) -> _Graph:
+        """Capture; where memory runs out, clean up and try once more."""
+        try:
+            return capture()
+        except CaptureError as error:
+            if not ran_out_of_memory(error):
+                raise
+        clean_up()
+        return capture()
+
+    def _capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
         with self.on_capture_stream():
             return self._warm_up_and_record(run, buffers)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Be alone on the capture stream, in order with the caller's own, and have a pool."""
-        with self._lock, torch.cuda.device(self._device), _collected_and_disabled():
+        with self._lock, _one_at_a_time, torch.cuda.device(self._device), undisturbed():
             if self._pool is None or self._pool.is_dead:
                 self._pool = _Pool(torch.cuda.graph_pool_handle())
             if self._stream is None:
                 self._stream = _capture_streams.take(self._device)
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream = self._stream
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._inside += 1
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(stream):
                     yield
             finally:
-                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+                self._inside -= 1
+                torch.cuda.current_stream(self._device).wait_stream(stream)
                 self._give_stream_back_if_unused()
 
-    def begin(self) -> torch.cuda.CUDAGraph:
-        """Start recording a graph; on the capture stream only."""
+    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Start recording into `graph`; on the capture stream only."""
         assert self._pool is not None, "on_capture_stream() makes one"
-        graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
-        return graph
 
     def end(
         self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], num_bytes: int = 0
@@ -158,9 +185,12 @@ class CudaBackend(GraphBackend):
         """Take over a graph whose recording has ended."""
         pool = self._pool
         assert pool is not None, "on_capture_stream() makes one"
+        # Weak: in the pool the next capture may use their memory, as the next replay does.
+        views = [weak_view(tensor) for tensor in outputs]
+        captured = CudaGraph(graph, views, num_bytes, partial(self._closed, pool))
         pool.opened()
         self._live += 1
-        return CudaGraph(graph, outputs, num_bytes, partial(self._closed, pool))
+        return captured
 
     def _warm_up_and_record(
         self, run: Runnable, buffers: Mapping[str, torch.Tensor]
@@ -169,19 +199,23 @@ class CudaBackend(GraphBackend):
             run(buffers)
             with CaptureGuard():
                 run(buffers)
-            torch.cuda.synchronize(self._device)
+            self.synchronize()
         except CaptureError:
             raise
         except Exception as error:
             raise CaptureError(f"the warm-up before a capture failed: {error}") from error
-        before = _reserved_bytes(self._device)
+        before = self.reserved_bytes()
         with self.undone_on_failure():
-            graph = self.begin()
+            graph = torch.cuda.CUDAGraph()
             try:
+                self.begin(graph)
                 outputs = run(buffers)
-            finally:
+                self.about_to_end()
                 graph.capture_end()
-        return self.end(graph, outputs, max(0, _reserved_bytes(self._device) - before))
+            except BaseException:
+                abandon(graph)
+                raise
+            return self.end(graph, outputs, max(0, self.reserved_bytes() - before))
 
     def _closed(self, pool: _Pool) -> None:
         with self._lock:
@@ -191,7 +225,7 @@ class CudaBackend(GraphBackend):
 
     def _give_stream_back_if_unused(self) -> None:
         """Let others capture on the stream once no graph of ours may still be running."""
-        if self._live == 0 and self._stream is not None:
+        if self._live == 0 and self._inside == 0 and self._stream is not None:
             self._order.make_wait(self._stream)
             _capture_streams.give_back(self._stream)
             self._stream = None
@@ -210,8 +244,15 @@ class CudaBackend(GraphBackend):
                 raise
             raise CaptureError(f"the capture failed: {_root_message(error)}") from error
 
+    def reserved_bytes(self) -> int:
+        """Device memory that torch holds, pools included."""
+        return int(torch.cuda.memory_stats(self._device).get("reserved_bytes.all.current", 0))
+
     def ordered(self) -> AbstractContextManager[None]:
         return self._order
+
+    def settle(self) -> None:
+        self._order.settle()
 
     def busy(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -231,6 +272,11 @@ class _Order(AbstractContextManager[None]):
         if self._event is not None:
             stream.wait_event(self._event)
 
+    def settle(self) -> None:
+        """Let the host wait for what was done inside last."""
+        if self._event is not None and not torch.cuda.is_current_stream_capturing():
+            self._event.synchronize()
+
     def __enter__(self) -> None:
         self._lock.acquire()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -247,28 +293,15 @@ class _Order(AbstractContextManager[None]):
             self._lock.release()
 
 
-@contextmanager
-def _collected_and_disabled() -> Iterator[None]:
-    """Clean up, then keep the collector out: a finaliser that it runs can break a recording.
-
-    Inside a block that froze the collector this does nothing; it was cleaned up before. Where the
-    environment wants the collector to run during captures, it is cleaned up all the same.
-    """
-    if gc.isenabled():
-        gc.collect()
-        torch.cuda.empty_cache()
-    disabled = gc.isenabled() and not gc_during_capture()
-    if disabled:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if disabled:
-            gc.enable()
+def abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a recording that may be open, after an error that says more than this one could."""
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is nothing in it
+        graph.capture_end()
 
 
-def _reserved_bytes(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device).get("reserved_bytes.all.current", 0))
+def _nothing() -> None:
+    pass
 
 
 def _root_message(error: BaseException) -> str:

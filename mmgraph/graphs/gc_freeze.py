@@ -1,24 +1,46 @@
-"""Keeping Python's garbage collector out of bulk captures.
+"""Keeping Python's garbage collector out of captures.
 
-A collection inside a capture can run finalisers that call the CUDA driver and so break the
-capture, and one before each capture costs a third of a second a graph (vLLM PR 54646: 8 s had
-become 70 s). So: collect once, freeze what is left, disable, capture everything, restore.
+A collection inside a capture can run finalisers that call the CUDA driver and so break it, and one
+before each capture costs a third of a second a graph (vLLM PR 54646: 8 s had become 70 s).
+
+The cheapest form that is safe collects nothing. Out of the way is what the collector has to be, and
+for that it is enough to disable it and to let explicit calls do nothing while a graph is recorded.
+Garbage that holds device memory matters only where memory runs out; there the backend cleans up and
+tries again. docs/benchmarks/ has what the collections cost.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
 
 from mmgraph.env import gc_during_capture
+from mmgraph.graphs.patch import ThreadPatch
 
-__all__ = ["freeze_gc_for_cudagraph_capture"]
+__all__ = ["clean_up", "freeze_gc_for_cudagraph_capture", "frozen_by_somebody", "undisturbed"]
+
+
+_IMMORTAL = 5_000
+
+
+def _nothing(*_: Any, **__: Any) -> int:
+    return 0
+
+
+# Whatever is passed: compilers collect one generation, callers of empty_cache differ as well.
+_CLEANING = (
+    ThreadPatch(gc, "collect", _nothing),
+    ThreadPatch(torch.cuda, "empty_cache", _nothing),
+)
 
 
 @contextmanager
 def freeze_gc_for_cudagraph_capture() -> Iterator[None]:
-    """Collect, freeze and disable the collector; on every way out undo it and collect again.
+    """Freeze and disable the collector around many captures; undo it on every way out.
 
     The collector ends up enabled only if it was so before. What somebody had frozen already stays
     frozen: ``gc.unfreeze`` can't take back a part, so nothing is added to it.
@@ -27,11 +49,10 @@ def freeze_gc_for_cudagraph_capture() -> Iterator[None]:
     if gc_during_capture():
         yield
         return
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
-    gc.collect()
+    was_enabled, was_frozen = gc.isenabled(), frozen_by_somebody()
+    gc.disable()
     if not was_frozen:
         gc.freeze()
-    gc.disable()
     try:
         yield
     finally:
@@ -39,4 +60,34 @@ def freeze_gc_for_cudagraph_capture() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-        gc.collect()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Record within the block: no collection starts, and this thread's calls for one do nothing."""
+    disabled = gc.isenabled() and not gc_during_capture()
+    if disabled:
+        gc.disable()
+    try:
+        with ExitStack() as stack:
+            for patch in _CLEANING:
+                stack.enter_context(patch.applied())
+            yield
+    finally:
+        if disabled:
+            gc.enable()
+
+
+def frozen_by_somebody() -> bool:
+    """Whether the process has frozen objects itself.
+
+    From Python 3.12 on a collection sets immortal objects aside too, a few hundred of them.
+    """
+    return gc.get_freeze_count() > _IMMORTAL
+
+
+def clean_up() -> None:
+    """Collect garbage and hand the device memory that nobody uses back to the driver."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from mmgraph.errors import CaptureError
 
-__all__ = ["CaptureGuard"]
+__all__ = ["COPIES", "HOST_READS", "INDEXED", "CaptureGuard", "depends_on_mask"]
 
 _aten = torch.ops.aten
-_HOST_READS = frozenset(
+HOST_READS = frozenset(
     {
         _aten._local_scalar_dense.default,
         _aten.is_nonzero.default,
@@ -34,8 +34,8 @@ _HOST_READS = frozenset(
     }
 )
 _CONSTANT = _aten.lift_fresh.default
-_COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
-_INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default})
+COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
+INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default})
 
 
 class CaptureGuard(TorchDispatchMode):
@@ -50,14 +50,14 @@ class CaptureGuard(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         on_device = any(tensor.is_cuda for tensor in _tensors(args, kwargs))
-        if on_device and func in _HOST_READS and kwargs.get("output_size") is None:
+        if on_device and func in HOST_READS and kwargs.get("output_size") is None:
             raise CaptureError(f"it reads data on the host, at {func}")
-        if on_device and func in _INDEXED and _depends_on_mask(args):
+        if on_device and func in INDEXED and depends_on_mask(args):
             raise CaptureError(f"the shape of a result depends on data, at {func} with a mask")
         if on_device and func is _CONSTANT:  # torch.tensor(...) copies with all modes off
             raise CaptureError("it makes a tensor on the device from numbers on the host")
         output = func(*args, **kwargs)
-        if func in _COPIES and len({t.device.type for t in _tensors((args, output), kwargs)}) > 1:
+        if func in COPIES and len({t.device.type for t in _tensors((args, output), kwargs)}) > 1:
             raise CaptureError(f"it copies between host and device, at {func}")
         return output
 
@@ -66,7 +66,7 @@ def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
-def _depends_on_mask(args: tuple[Any, ...]) -> bool:
+def depends_on_mask(args: tuple[Any, ...]) -> bool:
     """Whether an indexing counts the elements of a mask; filling with one value doesn't."""
     masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
     fills = len(args) > 2 and len(masks) == 1 == args[2].numel()

@@ -6,10 +6,10 @@ it to; a ContextVar carries it, so that threads and tasks don't see each other's
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from mmgraph.errors import ConfigError
@@ -18,6 +18,7 @@ __all__ = [
     "BatchDescriptor",
     "CUDAGraphMode",
     "ForwardContext",
+    "GraphLog",
     "current_forward_context",
     "forward_context",
 ]
@@ -60,6 +61,32 @@ class BatchDescriptor:
     extra: Hashable = None
 
 
+class GraphLog:
+    """What wrappers did in a forward, for whoever started it.
+
+    Attributes:
+        served: How many wrappers ran from a graph.
+    """
+
+    def __init__(self) -> None:
+        self.served = 0
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs that are new since the forward."""
+        return len(self._undo)
+
+    def captured(self, undo: Callable[[], None]) -> None:
+        """Note a new graph and how to free it."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Free those graphs; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """How the forward that is running now runs.
@@ -68,11 +95,13 @@ class ForwardContext:
         mode: NONE, PIECEWISE or FULL.
         descriptor: The batch.
         capture_allowed: Whether a wrapper without a graph for the batch may capture one.
+        log: Where wrappers note what they did.
     """
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
     capture_allowed: bool = False
+    log: GraphLog = field(default_factory=GraphLog, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode is CUDAGraphMode.FULL_AND_PIECEWISE:

@@ -7,15 +7,17 @@ the same in order: segment, operation, segment, on the memory of the capture.
 
 The rule: what an operation got and what it returned at capture is held strongly, since the
 segments around it hold those addresses. What it returns at a replay is copied to where the next
-segment reads it, so it must have the shapes of the capture.
+segment reads it, so it must have the shapes of the capture. Where that is memory of somebody else
+(an argument that it hands back, a weight) nothing may be copied there: then it must be the same
+memory each time.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
@@ -25,11 +27,14 @@ from torch.utils import _pytree as pytree
 
 from mmgraph.errors import ConfigError, ReplayError
 from mmgraph.graphs.backend import CapturedGraph
+from mmgraph.graphs.trees import storage_of, tensors_in
+from mmgraph.graphs.weak import weak_view
 
 __all__ = [
     "BreakableGraph",
     "SegmentRecorder",
     "break_at_modules",
+    "breaks_at",
     "eager_break",
     "recording",
     "without_breaks",
@@ -63,6 +68,8 @@ class _EagerCall:
         self._call = functools.partial(function, *args, **kwargs)
         self._name = getattr(function, "__qualname__", repr(function))
         self._targets, self._structure = pytree.tree_flatten(out)
+        owner = getattr(function, "__self__", args[0] if args else None)
+        self._foreign = {storage_of(t) for t in (*tensors_in((args, kwargs)), *_held_by(owner))}
 
     def replay(self) -> None:
         leaves, structure = pytree.tree_flatten(self._call())
@@ -77,8 +84,13 @@ class _EagerCall:
                     f"{self._name} returned {tuple(leaf.shape)} of {leaf.dtype}, but what follows "
                     f"was captured for {tuple(target.shape)} of {target.dtype}"
                 )
-            elif leaf is not target:
+            elif storage_of(target) not in self._foreign:
                 target.copy_(leaf)
+            elif (leaf.data_ptr(), leaf.stride()) != (target.data_ptr(), target.stride()):
+                raise ReplayError(
+                    f"{self._name} returned an argument or a weight when it was captured, and now "
+                    "something else: let it return a copy"
+                )
 
 
 class BreakableGraph(CapturedGraph):
@@ -89,12 +101,17 @@ class BreakableGraph(CapturedGraph):
     ) -> None:
         self._steps = steps
         self._outputs = outputs
+        self._kept: tuple[torch.Tensor, ...] = ()
         self.num_bytes = sum(s.num_bytes for s in steps if isinstance(s, CapturedGraph))
 
     @property
     def num_breaks(self) -> int:
         """Operations that run eagerly."""
         return sum(isinstance(step, _EagerCall) for step in self._steps)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Hold tensors that segments read, for as long as the graph lives."""
+        self._kept = tuple(tensors)
 
     def replay(self) -> list[torch.Tensor]:
         with torch.no_grad(), without_breaks():
@@ -106,7 +123,7 @@ class BreakableGraph(CapturedGraph):
         for step in self._steps:
             if isinstance(step, CapturedGraph):
                 step.close()
-        self._steps, self._outputs = [], []
+        self._steps, self._outputs, self._kept = [], [], ()
 
 
 class _Capture:
@@ -118,7 +135,7 @@ class _Capture:
 
     def run(self, run: Callable[[], list[torch.Tensor]]) -> BreakableGraph:
         self._recorder.begin()
-        outputs = run()
+        outputs = [weak_view(tensor) for tensor in run()]
         self._end_segment()
         return BreakableGraph(self.steps, outputs)
 
@@ -132,10 +149,12 @@ class _Capture:
 
     def abandon(self) -> None:
         """Close what is open and free what was recorded before an error."""
-        self._recorder.abandon()
-        for step in self.steps:
-            if isinstance(step, CapturedGraph):
-                step.close()
+        try:
+            self._recorder.abandon()
+        finally:
+            for step in self.steps:
+                if isinstance(step, CapturedGraph):
+                    step.close()
 
     def _end_segment(self) -> None:
         segment = self._recorder.end()
@@ -151,7 +170,9 @@ def recording(recorder: SegmentRecorder, run: Callable[[], list[torch.Tensor]]) 
     capture = _Capture(recorder)
     token = _open.set(capture)
     try:
-        return capture.run(run)
+        # Plain tensors even inside inference mode: replays write them in every mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return capture.run(run)
     except BaseException:
         capture.abandon()
         raise
@@ -186,9 +207,32 @@ def eager_break(function: _Function) -> _Function:
     return cast(_Function, broken)
 
 
+def _held_by(owner: Any) -> Iterator[torch.Tensor]:
+    """Tensors that live in a module, whether it has them registered or not."""
+    for module in owner.modules() if isinstance(owner, nn.Module) else ():
+        own = (module._parameters, module._buffers, vars(module))
+        yield from (v for part in own for v in part.values() if isinstance(v, torch.Tensor))
+
+
 @contextmanager
-def break_at_modules(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """Within the block the submodules called `names` are breaks; the model itself isn't edited.
+def breaks_at(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the block `modules` are breaks; their classes aren't edited."""
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in modules:
+            before.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = eager_break(module.forward)
+        yield
+    finally:
+        for module, forward in reversed(before):
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+def break_at_modules(model: nn.Module, names: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Like :func:`breaks_at`, for the submodules of `model` called `names`.
 
     Raises:
         ConfigError: There is no such submodule.
@@ -197,14 +241,4 @@ def break_at_modules(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]
     missing = [name for name in names if name not in modules]
     if missing:
         raise ConfigError(f"there is no submodule {missing[0]!r} to break at")
-    before = {name: modules[name].__dict__.get("forward") for name in names}
-    try:
-        for name in names:
-            modules[name].__dict__["forward"] = eager_break(modules[name].forward)
-        yield
-    finally:
-        for name, forward in before.items():
-            if forward is None:
-                modules[name].__dict__.pop("forward", None)
-            else:
-                modules[name].__dict__["forward"] = forward
+    return breaks_at([modules[name] for name in names])

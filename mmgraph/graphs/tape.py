@@ -7,16 +7,16 @@ the same memory, as on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph
 from mmgraph.graphs.segments import SegmentRecorder
+from mmgraph.graphs.trees import storage_of, tensors_in
 
 __all__ = ["TapeRecorder"]
 
@@ -28,15 +28,15 @@ class _Operation:
 
     def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self._func, self._args, self._kwargs = func, args, kwargs
-        read = {_storage(t) for t in _tensors((args, kwargs))}
-        self._targets = _tensors(out)
-        self._writes = [_storage(t) not in read for t in self._targets]
+        read = {storage_of(t) for t in tensors_in((args, kwargs))}
+        self._targets = tensors_in(out)
+        self._writes = [storage_of(t) not in read for t in self._targets]
         self._is_view = not any(self._writes) and not func._schema.is_mutable
 
     def replay(self) -> None:
         if self._is_view:
             return  # it looks at the same memory as before
-        results = _tensors(self._func(*self._args, **self._kwargs))
+        results = tensors_in(self._func(*self._args, **self._kwargs))
         for target, result, writes in zip(self._targets, results, self._writes, strict=True):
             if writes:
                 target.copy_(result)
@@ -61,9 +61,14 @@ class Tape(CapturedGraph):
 
 
 class TapeRecorder(SegmentRecorder):
-    """Records each segment under a dispatch mode of its own."""
+    """Records each segment under a dispatch mode of its own.
 
-    def __init__(self) -> None:
+    Args:
+        about_to_end: Called just before each segment ends.
+    """
+
+    def __init__(self, about_to_end: Callable[[], None]) -> None:
+        self._about_to_end = about_to_end
         self._mode: _TapeMode | None = None
 
     def begin(self) -> None:
@@ -71,15 +76,19 @@ class TapeRecorder(SegmentRecorder):
         self._mode.__enter__()
 
     def end(self) -> Tape:
-        assert self._mode is not None, "begin() comes first"
-        mode, self._mode = self._mode, None
-        mode.__exit__(None, None, None)
-        return Tape(mode.operations)
+        self._about_to_end()
+        return Tape(self._leave().operations)
 
     def abandon(self) -> None:
         """Leave the mode if a segment is open."""
         if self._mode is not None:
-            self.end()
+            self._leave()
+
+    def _leave(self) -> _TapeMode:
+        assert self._mode is not None, "begin() comes first"
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)
+        return mode
 
 
 class _TapeMode(TorchDispatchMode):
@@ -100,11 +109,3 @@ class _TapeMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.operations.append(_Operation(func, args, kwargs, out))
         return out
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

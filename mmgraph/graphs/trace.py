@@ -49,15 +49,19 @@ class TraceBackend(GraphBackend):
     """Records with ``make_fx`` on fake tensors."""
 
     name = "trace"
+    is_timed = False
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.RLock()
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
         names = list(buffers)
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            return run(dict(zip(names, tensors, strict=True)))
+            outputs = run(dict(zip(names, tensors, strict=True)))
+            self.about_to_end()
+            return outputs
 
         try:
             with torch.no_grad():
@@ -73,8 +77,14 @@ class TraceBackend(GraphBackend):
         _refuse_host_reads(module)
         return TracedGraph(module, list(buffers.values()))
 
+    def synchronize(self) -> None:
+        """Do nothing: the CPU is in step with Python."""
+
     def use_pool(self, pool: Any | None) -> None:
         """Do nothing: a recording allocates as it runs."""
+
+    def settle(self) -> None:
+        """Do nothing: the CPU is in step with Python."""
 
     def ordered(self) -> AbstractContextManager[Any]:
         return self._lock

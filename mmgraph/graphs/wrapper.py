@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
 from mmgraph.graphs.breakable import capture_breakable
 from mmgraph.graphs.modes import BatchDescriptor, CUDAGraphMode, current_forward_context
 from mmgraph.graphs.segments import without_breaks
+from mmgraph.graphs.trees import Rebuild, flatten
 
 __all__ = ["BreakableCUDAGraphWrapper", "CUDAGraphWrapper"]
 
@@ -61,8 +63,10 @@ class _GraphWrapper(ABC):
             with _inside_a_capture():
                 recorded = _Recorded.capture(self.runnable, args, kwargs, self._record)
             self._graphs[context.descriptor] = recorded
+            context.log.captured(partial(self._free, context.descriptor))
         elif self._debug:
             recorded.check(args, kwargs)
+        context.log.served += 1
         with self._backend.ordered():
             return recorded.replay()
 
@@ -88,6 +92,11 @@ class _GraphWrapper(ABC):
         for recorded in self._graphs.values():
             recorded.graph.close()
         self._graphs.clear()
+
+    def _free(self, descriptor: BatchDescriptor) -> None:
+        recorded = self._graphs.pop(descriptor, None)
+        if recorded is not None:
+            recorded.graph.close()
 
 
 class CUDAGraphWrapper(_GraphWrapper):
@@ -178,7 +187,7 @@ class _Recorded:
         self,
         graph: CapturedGraph,
         addresses: dict[str, int],
-        rebuild: Callable[[list[torch.Tensor]], Any],
+        rebuild: Rebuild,
     ) -> None:
         self.graph = graph
         self._addresses = addresses
@@ -194,12 +203,12 @@ class _Recorded:
     ) -> _Recorded:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         buffers = {str(i): x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        rebuilds: list[Callable[[list[torch.Tensor]], Any]] = []
+        rebuilds: list[Rebuild] = []
 
         def run(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
             values = [tensors.get(str(i), leaf) for i, leaf in enumerate(leaves)]
             call_args, call_kwargs = pytree.tree_unflatten(values, structure)
-            outputs, rebuild = _flatten_output(runnable(*call_args, **call_kwargs))
+            outputs, rebuild = flatten(runnable(*call_args, **call_kwargs))
             rebuilds.append(rebuild)
             return outputs
 
@@ -223,20 +232,6 @@ class _Recorded:
 
     def replay(self) -> Any:
         return self._rebuild(self.graph.replay())
-
-
-def _flatten_output(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
-    leaves, structure = pytree.tree_flatten(output)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-    def rebuild(tensors: list[torch.Tensor]) -> Any:
-        values = list(constants)
-        for place, tensor in zip(places, tensors, strict=True):
-            values[place] = tensor
-        return pytree.tree_unflatten(values, structure)
-
-    return [leaves[i] for i in places], rebuild
 
 
 def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

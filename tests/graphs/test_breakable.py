@@ -311,8 +311,13 @@ def metadata_of(tower: nn.Module, device: str) -> dict[str, torch.Tensor]:
 def test_a_backend_that_captures_whole_graphs_only_says_so() -> None:
     class Whole(GraphBackend):
         name = "whole"
+        is_timed = False
 
         def capture(self, run: Any, buffers: Any) -> Any: ...
+
+        def synchronize(self) -> None: ...
+
+        def settle(self) -> None: ...
 
         def use_pool(self, pool: Any | None) -> None: ...
 

@@ -1,0 +1,93 @@
+"""Graphs of one exact call: everything about it is given but the contents of its buffers.
+
+What can't be captured otherwise can be like this: sizes that the forward reads on the host and
+tables that it uploads are folded (see ``folding.py``), and a submodule that reads what is in the
+buffers becomes a break. Nobody has to say which: the observed run finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from mmgraph.errors import CaptureError
+from mmgraph.graphs.backend import GraphBackend, Runnable
+from mmgraph.graphs.breakable import capture_breakable
+from mmgraph.graphs.folding import Folding
+from mmgraph.graphs.operations import ReadsContents
+from mmgraph.graphs.patch import ThreadPatch
+from mmgraph.graphs.segments import BreakableGraph, breaks_at, recording
+
+__all__ = ["capture_exact"]
+
+_MAX_BREAKS = 64
+# transformers takes other ways through its code while a stream captures.
+_as_if_capturing = ThreadPatch(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def capture_exact(
+    backend: GraphBackend,
+    run: Runnable,
+    buffers: Mapping[str, torch.Tensor],
+    constants: Iterable[torch.Tensor],
+) -> BreakableGraph:
+    """Capture `run`, which may read `constants` but not `buffers` on the host.
+
+    Submodules that read what came of the buffers are captured around.
+
+    Args:
+        backend: Records the segments.
+        run: What to capture.
+        buffers: What it is captured on.
+        constants: Tensors that `run` uses besides and that always hold the same.
+
+    Raises:
+        CaptureError: It can't be captured; nothing stays open.
+        ConfigError: The backend captures whole graphs only.
+    """
+    constants = list(constants)
+    breaks: list[nn.Module] = []
+    with backend.ordered():  # throughout: two captures of one module would mix up their breaks
+        while True:
+            folding = Folding(constants)
+            with breaks_at(breaks):
+                try:
+                    _observe(run, buffers, folding, warm=bool(breaks))
+                except ReadsContents as error:
+                    if error.module is None or error.module in breaks or len(breaks) >= _MAX_BREAKS:
+                        raise
+                    breaks.append(error.module)
+                    continue
+                return _record(backend, run, buffers, folding)
+
+
+def _observe(
+    run: Runnable, buffers: Mapping[str, torch.Tensor], folding: Folding, *, warm: bool
+) -> None:
+    on_gpu = any(tensor.is_cuda for tensor in buffers.values())
+    try:
+        if not warm:  # tables that modules make once and keep are no part of the call
+            with torch.no_grad():
+                run(buffers)
+        with _as_if_capturing.applied() if on_gpu else nullcontext():
+            recording(folding.observer(), lambda: run(buffers))
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"the call can't be observed: {error}") from error
+
+
+def _record(
+    backend: GraphBackend, run: Runnable, buffers: Mapping[str, torch.Tensor], folding: Folding
+) -> BreakableGraph:
+    graph = capture_breakable(backend, folding.keeping_outputs(run), buffers, folding.recorder)
+    try:
+        folding.end()
+        graph.keep(folding.used.values())
+    except BaseException:
+        graph.close()
+        raise
+    return graph

@@ -1,0 +1,348 @@
+"""Constant folding for captures: what doesn't depend on contents is computed once, beforehand.
+
+A forward that reads image sizes, counts the patches of a mask or uploads a table can't be captured
+as it stands. But a graph that serves one call only, up to the contents of its large tensors, may
+take all that for granted: it is the same each time. So the forward runs twice:
+
+1. Observed: operations on nothing but the call's constants (and on what came of them) are kept
+   with their results. Everything else, weights included, is content. A read of content on the
+   host is an error that names the module which does it.
+2. Folded, under the recorder: those operations return what they returned before, so that reads on
+   the host and uploads never reach the device; only the rest is recorded.
+
+What a reader would get wrong: an operation on constants is *not* folded where its memory is later
+written with content, or written again after content has been computed from it. A replay would
+find the last state there instead of the state of that moment; such memory is made in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmgraph.errors import CaptureError
+from mmgraph.graphs.backend import CapturedGraph, Runnable
+from mmgraph.graphs.guard import COPIES, INDEXED
+from mmgraph.graphs.operations import (
+    ReadsContents,
+    Step,
+    chosen,
+    comes_from_host,
+    fresh,
+    makes_from_python,
+    positions,
+    python_data,
+    refuse_reads,
+    written,
+)
+from mmgraph.graphs.segments import SegmentRecorder
+from mmgraph.graphs.trees import storage_of, tensors_in
+
+__all__ = ["Folding"]
+
+_aten = torch.ops.aten
+_RANDOM = torch.Tag.nondeterministic_seeded
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.is_nonzero.default})
+_SAME_MEMORY = frozenset({_aten.detach.default, _aten.alias.default})
+"""No steps: torch adds them to some operations, though not each time."""
+_TO_PYTHON = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+
+
+class Folding:
+    """The two runs of one call.
+
+    Args:
+        constants: Tensors whose contents are the same whenever the graph is replayed.
+    """
+
+    def __init__(self, constants: Iterable[torch.Tensor]) -> None:
+        self.constant = {storage_of(t): t for t in constants}
+        self._given = dict(self.constant)
+        self.steps: list[Step] = []
+        self.in_graph: set[int] = set()
+        """Memory of constants that has to be made in the graph."""
+        self.read: set[int] = set()
+        """Memory of constants that content has been computed from."""
+        self.position = 0
+        self.used: dict[int, torch.Tensor] = {}
+        """Constants that the graph reads; they must live as long as it does."""
+        self._kept: set[int] = set()
+        self._visible: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+
+    def observer(self) -> SegmentRecorder:
+        """Recorder of the first run."""
+        return _Observer(self)
+
+    def recorder(self, inner: SegmentRecorder) -> SegmentRecorder:
+        """Recorder of the second run, on top of a backend's."""
+        self.position = 0
+        results = tensors_in([s.out for s in self.steps if s.constant])
+        positions = tensors_in([s.indices for s in self.steps])
+        self._kept = {storage_of(t) for t in (*results, *positions)} | self._given.keys()
+        return _Recorder(inner, _Fold(self), _FoldFunctions(self))
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note those of `tensors` that were given or come from the first run."""
+        self.used.update({id(t): t for t in tensors if storage_of(t) in self._kept})
+
+    def keeping_outputs(self, run: Runnable) -> Runnable:
+        """`run`, with its outputs noted as well: some may be constants."""
+
+        def noting(buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+            outputs = run(buffers)
+            self.keep(outputs)
+            return outputs
+
+        return noting
+
+    def is_constant(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all of `tensors` have the same contents in each replay."""
+        return all(storage_of(t) in self.constant for t in tensors)
+
+    def write(self, storages: Iterable[int], *, content: bool) -> None:
+        """Note that memory was written, with `content` or with what is always the same.
+
+        Raises:
+            CaptureError: It is that of a given tensor, which no replay makes anew.
+        """
+        for storage in storages:
+            if storage in self._given:
+                raise CaptureError("it writes to an argument that it may read on the host")
+            if (content and self.constant.pop(storage, None) is not None) or storage in self.read:
+                self.in_graph.add(storage)
+
+    def show(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note what the forward gets to see: what factories made in the dispatcher is copied."""
+        for tensor in tensors:
+            self._visible.setdefault(storage_of(tensor), tensor)
+
+    def break_begins(self) -> None:
+        """What follows isn't observed: it may read each constant, and write to some."""
+        self.read |= self.constant.keys()
+        self._versions = {storage: self._version(storage) for storage in self.constant}
+
+    def break_ended(self) -> None:
+        """Find out which constants were written to."""
+        before, self._versions = self._versions, {}
+        written = [s for s, version in before.items() if self._version(s) != version]
+        self.write(written, content=True)
+
+    def _version(self, storage: int) -> int:
+        """How often a constant was written to, as far as torch counts that."""
+        tensor = self._visible.get(storage, self.constant[storage])
+        return 0 if tensor.is_inference() else tensor._version
+
+    def end(self) -> None:
+        """Check that the second run was as long as the first.
+
+        Raises:
+            CaptureError: It ended early.
+        """
+        if self.position < len(self.steps):
+            func = self.steps[self.position].func
+            raise CaptureError(f"two runs of the same call differ: {func} has become the end")
+
+    def next_step(self, func: Any) -> Step:
+        """The step of the observed run that `func` must be.
+
+        Raises:
+            CaptureError: The second run went another way.
+        """
+        step = self.steps[self.position] if self.position < len(self.steps) else None
+        self.position += 1
+        if step is None or step.func is not func:
+            expected = "the end" if step is None else step.func
+            raise CaptureError(f"two runs of the same call differ: {expected} has become {func}")
+        return step
+
+
+class _Observe(TorchDispatchMode):
+    def __init__(self, folding: Folding) -> None:
+        super().__init__()
+        self._folding = folding
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        folding, kwargs = self._folding, kwargs or {}
+        if func in _SAME_MEMORY:
+            return func(*args, **kwargs)
+        inputs = tensors_in((args, kwargs))
+        lifted = func is _aten.lift_fresh.default  # a tensor from Python's own numbers
+        constant = (lifted or folding.is_constant(inputs)) and _RANDOM not in func.tags
+        if not constant:
+            refuse_reads(func, args, kwargs, folding.is_constant)
+        out = func(*args, **kwargs)
+        outputs = tensors_in(out)
+        if not constant and func in COPIES and len({t.device.type for t in inputs + outputs}) > 1:
+            raise ReadsContents(str(func))
+        step = Step(func, out, constant=constant)
+        if func in INDEXED:
+            step.indices = positions(args, folding.is_constant)
+        self._follow_memory(step, args, kwargs, inputs, outputs)
+        folding.steps.append(step)
+        return out
+
+    def _follow_memory(
+        self, step: Step, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]
+    ) -> None:
+        folding = self._folding
+        storages = {storage_of(t) for t in written(step.func, args, kwargs)}
+        if step.constant:
+            for tensor in outputs:
+                folding.constant.setdefault(storage_of(tensor), tensor)
+        else:
+            folding.read |= {storage_of(t) for t in inputs} & folding.constant.keys()
+        folding.write(storages, content=not step.constant)
+        step.touches = frozenset(storages | {storage_of(t) for t in outputs})
+        places = {id(tensor): place for place, tensor in enumerate(inputs)}
+        step.returned = [places.get(id(tensor), -1) for tensor in outputs]
+
+
+class _Fold(TorchDispatchMode):
+    def __init__(self, folding: Folding) -> None:
+        super().__init__()
+        self._folding = folding
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        folding = self._folding
+        if func in _SAME_MEMORY:
+            return func(*args, **(kwargs or {}))
+        step = folding.next_step(func)
+        if step.constant and (func in _READS or not step.touches & folding.in_graph):
+            return fresh(step, tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
+        if step.constant and comes_from_host(step, inputs):
+            raise CaptureError(f"a table that is made on the host is written with content, {func}")
+        if step.indices is not None:
+            args = (args[0], chosen(step.indices, args[1]), *args[2:])
+        folding.keep(tensors_in((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what the dispatcher doesn't: numbers that become tensors, and tensors numbers."""
+
+    def __init__(self, folding: Folding) -> None:
+        super().__init__()
+        self._folding = folding
+
+    def _tabled(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with lists of positions as tensors, which are uploaded unseen otherwise."""
+        if func not in _INDEXING or not args[0].is_cuda:
+            return args
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not any(isinstance(i, list) for i in index):
+            return args
+        tables = tuple(
+            self.__torch_function__(torch.tensor, (), (i,), {"device": args[0].device})
+            if isinstance(i, list)
+            else i
+            for i in index
+        )
+        return (args[0], tables, *args[2:])
+
+
+class _ObserveFunctions(_Functions):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        folding, kwargs = self._folding, kwargs or {}
+        args = self._tabled(func, args)
+        if func in _TO_PYTHON and not folding.is_constant(args[:1]):
+            raise ReadsContents(func.__name__)
+        if not makes_from_python(func, args, kwargs):
+            out = func(*args, **kwargs)
+            folding.show(t for t in tensors_in(out) if folding.is_constant([t]))
+            return out
+        if not folding.is_constant(tensors_in(python_data(func, args, kwargs))):
+            raise ReadsContents(func.__name__)  # torch reads it with all modes off
+        start = len(folding.steps)
+        out = func(*args, **kwargs)
+        del folding.steps[start:]  # steps on the way there count as one
+        folding.constant[storage_of(out)] = out
+        step = Step(func, out, constant=True)
+        step.touches = frozenset({storage_of(out)})
+        folding.steps.append(step)
+        return out
+
+
+class _FoldFunctions(_Functions):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args = self._tabled(func, args)
+        if not makes_from_python(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        step = self._folding.next_step(func)
+        if step.touches & self._folding.in_graph:
+            raise CaptureError("a table that is made on the host is written with content")
+        return step.out
+
+
+class _Nothing(CapturedGraph):
+    num_bytes = 0
+
+    def replay(self) -> list[torch.Tensor]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class _Recorder(SegmentRecorder):
+    """Keeps its modes on top of another recorder's, within segments only."""
+
+    def __init__(self, inner: SegmentRecorder | None, *modes: Any) -> None:
+        self._inner = inner
+        self._modes = modes
+        self._entered = ExitStack()
+
+    def begin(self) -> None:
+        if self._inner is not None:
+            self._inner.begin()
+        for mode in self._modes:
+            self._entered.enter_context(mode)
+
+    def end(self) -> CapturedGraph:
+        self._entered.close()
+        return _Nothing() if self._inner is None else self._inner.end()
+
+    def abandon(self) -> None:
+        self._entered.close()
+        if self._inner is not None:
+            self._inner.abandon()
+
+
+class _Observer(_Recorder):
+    """Recorder of the first run; looks at constants where breaks begin and end."""
+
+    def __init__(self, folding: Folding) -> None:
+        super().__init__(None, _Observe(folding), _ObserveFunctions(folding))
+        self._folding = folding
+
+    def begin(self) -> None:
+        self._folding.break_ended()
+        super().begin()
+
+    def end(self) -> CapturedGraph:
+        segment = super().end()
+        self._folding.break_begins()
+        return segment
