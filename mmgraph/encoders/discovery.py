@@ -4,6 +4,8 @@ A tower is the outermost module whose forward takes pixels or audio features and
 
 * ``forward(hidden_states, grid_thw, ...)`` is a packed tower (Qwen-VL, GLM-V and their kin),
 * ``forward(pixel_values | input_features | input_values, ...)`` is a rows tower,
+* ``forward(hidden_states, masks)`` is one if its class says that it takes images, videos or audio
+  and no text (``input_modalities``): Florence-2, Granite Speech, Phi-4-multimodal's audio,
 * a timm model is a rows tower with several entry points.
 """
 
@@ -18,8 +20,12 @@ from torch import nn
 __all__ = ["Tower", "find_towers"]
 
 _TEXT_INPUTS = frozenset({"input_ids", "decoder_input_ids", "inputs_embeds"})
-_VISION_INPUTS = frozenset({"pixel_values"})
-_AUDIO_INPUTS = frozenset({"input_features", "input_values"})
+_VISION_INPUTS = frozenset({"pixel_values", "flattened_patches"})
+_VIDEO_INPUTS = frozenset({"pixel_values_videos"})
+_AUDIO_INPUTS = frozenset({"input_features", "input_values", "audio_mel"})
+_LATER_INPUTS = frozenset({"encoder_hidden_states", "position_embeddings", "labels", "targets"})
+"""What comes with ``hidden_states`` of an embedding or an encoder: decoders, heads, inner parts."""
+_MEDIA = frozenset({"image", "video", "audio"})
 _TIMM_METHODS = ("forward", "forward_features")
 
 
@@ -69,7 +75,30 @@ def _as_tower(name: str, module: nn.Module, model: nn.Module) -> Tower | None:
         return Tower(name, module, "rows", ("audio",))
     if first in _VISION_INPUTS and not (_has_loss(parameters) and _inner_tower(module)):
         return Tower(name, module, "rows", _vision_modalities(model))
+    if first in _VIDEO_INPUTS and not (_has_loss(parameters) and _inner_tower(module)):
+        return Tower(name, module, "rows", ("video",))
+    if first == "hidden_states" and _takes_media_only(module):
+        audio = "audio" in _declared_modalities(module)
+        return Tower(name, module, "rows", ("audio",) if audio else _vision_modalities(model))
     return None
+
+
+def _takes_media_only(module: nn.Module) -> bool:
+    """Whether the class says so, and its forward needs nothing but the main input and masks."""
+    declared = _declared_modalities(module)
+    others = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    needed = [p.name for p in others if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return (
+        bool(declared)
+        and declared <= _MEDIA
+        and _LATER_INPUTS.isdisjoint(p.name for p in others)
+        and all("mask" in name for name in needed)
+    )
+
+
+def _declared_modalities(module: nn.Module) -> frozenset[str]:
+    declared = getattr(type(module), "input_modalities", ())
+    return frozenset((declared,) if isinstance(declared, str) else declared)
 
 
 def _has_loss(parameters: list[str]) -> bool:

@@ -14,9 +14,10 @@ from torch import nn
 from mmgraph.encoders.calls import CallSignature, wants_attentions
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
-from mmgraph.encoders.patch_embed import linear_patch_embeddings
+from mmgraph.encoders.preparation import Preparation
 from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
+from mmgraph.encoders.watch import TowerWatch
 from mmgraph.errors import InvalidInputError, UnsupportedModelError
 from mmgraph.ops import VARLEN_ATTENTION, register_varlen_attention
 from mmgraph.types import (
@@ -40,8 +41,14 @@ _DEFAULT_MAX_TOKENS = 16384
 class PackedEncoder(TowerEncoder):
     """A tower called as ``tower(patches (T, ...), grid_thw (B, 3), ...)``."""
 
-    def __init__(self, tower: Tower, method: str = "forward") -> None:
-        super().__init__(tower, method)
+    def __init__(
+        self,
+        tower: Tower,
+        method: str = "forward",
+        preparation: Preparation | None = None,
+        watch: TowerWatch | None = None,
+    ) -> None:
+        super().__init__(tower, method, preparation, watch)
         self.metadata = PackedMetadata(tower.module)
         self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
@@ -53,6 +60,11 @@ class PackedEncoder(TowerEncoder):
             mm_kwargs[_GRID] = grid.to(main.device, non_blocking=True)
         return self.forward(**mm_kwargs)
 
+    def exact_forward(self, **mm_kwargs: Any) -> Any:
+        """Call the tower with one attention call for all segments, whatever it is set to."""
+        with _attention_implementation(self.tower.module, VARLEN_ATTENTION):
+            return super().exact_forward(**mm_kwargs)
+
     def encoder_facts(self) -> EncoderFacts:
         merge = self.metadata.merge_size
         return EncoderFacts(
@@ -63,6 +75,7 @@ class PackedEncoder(TowerEncoder):
             min_tokens=64 * merge * merge,
             max_tokens=_DEFAULT_MAX_TOKENS,
             eager_returns="tree",
+            probes=self._probes,
             examples=self._examples,
         )
 
@@ -112,13 +125,13 @@ class PackedEncoder(TowerEncoder):
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
         main = self.signature.main_input
-        module = self.tower.module
-        with _attention_implementation(module, VARLEN_ATTENTION), linear_patch_embeddings(module):
-            return self.forward(
-                **{main: buffers[main]},
-                **self.metadata.kwargs(buffers[_METADATA], key),
-                **self._constants(key),
-            )
+        call = {
+            main: buffers[main],
+            **self.metadata.kwargs(buffers[_METADATA], key),
+            **self._constants(key),
+        }
+        with _attention_implementation(self.tower.module, VARLEN_ATTENTION):
+            return self.preparation.run(lambda: self.forward(**call))
 
     def _read_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
         main, grid = mm_kwargs.get(self.signature.main_input), mm_kwargs.get(_GRID)
@@ -196,6 +209,35 @@ class PackedEncoder(TowerEncoder):
             small = self._item(_square_grid((budget - large.num_tokens) // others, merge))
             examples.append(EncoderBatch((large, *(small,) * others), signature))
         return examples
+
+    def _probes(self, key: GraphKey) -> Sequence[Mapping[str, Any]]:
+        """Two calls: the largest images that the graph takes, and smaller ones."""
+        return [self._probe_call(key, seed) for seed in (1, 2)]
+
+    def _probe_call(self, key: GraphKey, seed: int) -> dict[str, Any]:
+        assert isinstance(key.signature, CallSignature)
+        ((name, shape, dtype),) = key.signature.tensors
+        grids = self._probe_grids(key, max(key.max_seqlen) // seed)
+        rows = sum(t * h * w for t, h, w in grids)
+        return {
+            name: self._random(rows, *shape, seed=seed).to(dtype),
+            _GRID: torch.tensor(grids),
+            **self._constants(key),
+        }
+
+    def _probe_grids(self, key: GraphKey, size: int) -> list[Grid]:
+        """Equal images of at most `size` tokens that a graph of `key` takes, as many as fit."""
+        merge = self.metadata.merge_size
+        while True:
+            item = self._item(_square_grid(size, merge))
+            count = min(
+                key.token_budget // item.num_tokens,
+                *(c // n for c, n in zip(key.segment_capacity, item.num_segments, strict=True)),
+            )
+            longest = zip(item.max_seqlen, key.max_seqlen, strict=True)
+            if (count and all(a <= b for a, b in longest)) or size <= merge * merge:
+                return [item.geometry] * max(1, count)
+            size //= 2
 
 
 def read_grids_on_host(grid: Any) -> list[list[int]]:

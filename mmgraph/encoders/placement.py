@@ -38,7 +38,13 @@ def main_dtype(module: nn.Module) -> torch.dtype:
 
 
 def placement_problem(module: nn.Module) -> str | None:
-    """Say why no graph can use the parameters of `module`, or ``None`` if one can."""
+    """Say why no graph can use the parameters of `module`, or ``None`` if one can.
+
+    accelerate's CPU offload is refused: its hooks make new tensors for the weights at each forward,
+    where a graph holds addresses, and ``GraphBackend.before_capture_ends`` doesn't change that. An
+    engine's own offloader, which copies into weights that stay in place, is none of this function's
+    business; it joins its copy streams in that hook.
+    """
     hooked = [name for name, m in module.named_modules() if _moves_weights(m)]
     if hooked:
         return f"accelerate moves the weights of {hooked[0] or 'the encoder'!r} in at each forward"

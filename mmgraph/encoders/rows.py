@@ -74,7 +74,8 @@ class RowsEncoder(TowerEncoder):
         return {name: [mm_kwargs[name][a:b] for a, b in runs(items)] for name in names}
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
-        return self.forward(**buffers, **self._constants(key))
+        call = {**buffers, **self._constants(key)}
+        return self.preparation.run(lambda: self.forward(**call))
 
     def _read_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
         main = mm_kwargs.get(self.signature.main_input)
@@ -103,36 +104,29 @@ class RowsEncoder(TowerEncoder):
         return [EncoderBatch(rows, self.example_signature())]
 
     def _probes(self, key: GraphKey) -> Sequence[Mapping[str, Any]]:
-        """Calls with full and with partial masks.
+        """A call that fills the graph, with full masks, and one with a row less and partial masks.
 
         transformers leaves out a mask that masks nothing, except while it is being captured. Some
         towers do more than leave it out then (Phi-4-multimodal's attention becomes causal), so a
         graph with a mask argument can be right for one mask and wrong for another.
         """
-        assert isinstance(key.signature, CallSignature)
-        if len(key.signature.tensors) == 1:
-            return []
         rows = key.token_budget // self._tokens_per_row()
         return [
-            {
-                **{
-                    name: self._probe_tensor(rows, shape, dtype, full=full)
-                    for name, shape, dtype in key.signature.tensors
-                },
-                **self._constants(key),
-            }
-            for full in (True, False)
+            self._probe_call(key, rows, full=True),
+            self._probe_call(key, max(1, rows - 1), full=False),
         ]
 
-    def _probe_tensor(
-        self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, *, full: bool
-    ) -> torch.Tensor:
-        if dtype.is_floating_point:
-            return self._random(rows, *shape).to(dtype)
-        mask = torch.ones(rows, *shape, dtype=dtype, device=self.device)
-        if not full and shape:
-            mask[..., (shape[-1] + 1) // 2 :] = 0
-        return mask
+    def _probe_call(self, key: GraphKey, rows: int, *, full: bool) -> dict[str, Any]:
+        assert isinstance(key.signature, CallSignature)
+        probe = self._constants(key)
+        for name, shape, dtype in key.signature.tensors:
+            if dtype.is_floating_point:
+                probe[name] = self._random(rows, *shape, seed=1 + full).to(dtype)
+                continue
+            probe[name] = torch.ones(rows, *shape, dtype=dtype, device=self.device)
+            if not full and shape:
+                probe[name][..., (shape[-1] + 1) // 2 :] = 0
+        return probe
 
     def _tokens_per_row(self) -> int:
         if self._tokens is None:

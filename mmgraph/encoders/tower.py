@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,8 +12,19 @@ import torch
 
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
+from mmgraph.encoders.exact import exact_call
 from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
-from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
+from mmgraph.encoders.preparation import Preparation
+from mmgraph.encoders.watch import TowerWatch
+from mmgraph.types import (
+    BufferSpec,
+    EncoderBatch,
+    EncoderFacts,
+    ExactCall,
+    GraphKey,
+    Reason,
+    Refusal,
+)
 
 __all__ = ["TowerEncoder", "eager_towers", "encoder_for", "inside_tower"]
 
@@ -45,10 +56,19 @@ class TowerEncoder(ABC):
         tower: The tower.
         method: Name of the method.
         signature: Parameters of the method.
+        preparation: What makes graphs of the tower fast.
+        watch: Notices that the tower is no longer what was captured.
     """
 
-    def __init__(self, tower: Tower, method: str = "forward") -> None:
+    def __init__(
+        self,
+        tower: Tower,
+        method: str = "forward",
+        preparation: Preparation | None = None,
+        watch: TowerWatch | None = None,
+    ) -> None:
         self.tower = tower
+        self.preparation = preparation or Preparation(tower.module, tower.name)
         self.method = method
         self._original: Callable[..., Any] = getattr(tower.module, method)
         self.signature = TowerSignature(getattr(type(tower.module), method))
@@ -56,6 +76,7 @@ class TowerEncoder(ABC):
         self._example_signature: CallSignature | None = None
         self._batches: dict[Hashable, EncoderBatch] = {}
         self._probe = first_parameter(tower.module)
+        self.watch = watch or TowerWatch(tower.module)
 
     @property
     def name(self) -> str:
@@ -117,13 +138,39 @@ class TowerEncoder(ABC):
         """Read the items of a call.
 
         Raises:
-            Refusal: No graph can serve it.
+            Refusal: No graph can serve it. What is wrong with the tower's mode comes before what
+                is wrong with the call.
         """
-        batch = self._remembered_items(mm_kwargs)
+        try:
+            batch = self._remembered_items(mm_kwargs)
+        except Refusal as refusal:
+            reason = self._mode_reason(mm_kwargs)
+            if reason is None:
+                raise
+            raise Refusal(reason, refusal.batch) from None
         reason = self._mode_reason(mm_kwargs)
         if reason is not None:
             raise Refusal(reason, batch)
         return batch
+
+    def exact_call(self, mm_kwargs: Mapping[str, Any]) -> ExactCall:
+        """Take a call apart for a graph of its own; see ``SupportsExactGraphs``.
+
+        Raises:
+            Refusal: An argument can't be part of a graph.
+        """
+        try:
+            items = self._remembered_items(mm_kwargs).items
+        except Refusal as refusal:
+            items = () if refusal.batch is None else refusal.batch.items
+        num_tokens = sum(item.num_tokens for item in items)
+        flags = (self.method, self._flags())
+        return exact_call(mm_kwargs, self.signature, self.device, flags, num_tokens)
+
+    def exact_forward(self, **mm_kwargs: Any) -> Any:
+        """Call the tower as ``embed_multimodal`` does, in the way that suits a graph."""
+        # Folding needs to see every operation; compiled code would hide them.
+        return self.preparation.run(lambda: self.embed_multimodal(**mm_kwargs), compiled=False)
 
     def rehearse(self, mm_kwargs: Mapping[str, Any]) -> None:
         """Take `mm_kwargs` as what calls look like, so that ``capture()`` records that kind."""
@@ -141,6 +188,23 @@ class TowerEncoder(ABC):
             self.rehearse(self.example_call())
         assert self._example_signature is not None
         return self._example_signature
+
+    def version(self) -> Hashable:
+        """Something else whenever graphs that were captured before must not be replayed."""
+        return self.watch.version
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether a graph has still to be compared with one without the optional steps."""
+        return self.preparation.on_trial
+
+    def without_options(self) -> AbstractContextManager[None]:
+        """Within the block captures leave out the steps that are on trial."""
+        return self.preparation.without_compile()
+
+    def decide(self, why_not: str | None) -> None:
+        """End the trial: keep the steps, or leave them out from now on."""
+        self.preparation.decide(why_not)
 
     def check_placement(self) -> str | None:
         """Say why no graph can use the tower's weights where they are, or ``None``."""
@@ -174,11 +238,15 @@ class TowerEncoder(ABC):
 
     def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
         module = self.tower.module
-        main, device = mm_kwargs[self.signature.main_input], self.device
+        main, device = mm_kwargs.get(self.signature.main_input), self.device
         if torch.compiler.is_compiling():
             return Reason.COMPILING
-        if module.training:
+        if self.watch.is_training:
             return Reason.TRAINING
+        if self.watch.is_hooked:
+            return Reason.HOOKS
+        if not isinstance(main, torch.Tensor):
+            return None  # such a call has been refused
         if torch.is_grad_enabled() and (
             main.requires_grad or any(p.requires_grad for p in module.parameters())
         ):
@@ -206,9 +274,9 @@ class TowerEncoder(ABC):
             flags=self._flags(),
         )
 
-    def _random(self, *shape: int) -> torch.Tensor:
+    def _random(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Random numbers like the tower's inputs; the user's generators stay where they are."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
 
     def _flags(self) -> tuple[Hashable, ...]:
@@ -228,9 +296,16 @@ def _fingerprint_of(value: Any) -> Hashable:
         return id(value)
 
 
-def encoder_for(tower: Tower, method: str = "forward") -> TowerEncoder:
-    """Return the encoder for the layout of `tower`."""
+def encoder_for(
+    tower: Tower,
+    method: str = "forward",
+    preparation: Preparation | None = None,
+    watch: TowerWatch | None = None,
+) -> TowerEncoder:
+    """Return the encoder for the layout of `tower`; without `preparation` it is left as it is."""
     from mmgraph.encoders.packed import PackedEncoder
     from mmgraph.encoders.rows import RowsEncoder
 
-    return {"packed": PackedEncoder, "rows": RowsEncoder}[tower.layout](tower, method)
+    return {"packed": PackedEncoder, "rows": RowsEncoder}[tower.layout](
+        tower, method, preparation, watch
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mmgraph.encoders import PackedEncoder, RowsEncoder, encoder_for, find_towers
 from mmgraph.recipes import list_recipes, load_recipe
@@ -54,6 +56,73 @@ def test_a_model_of_text_has_no_tower() -> None:
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
     assert find_towers(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "class_name", "modalities"),
+    [
+        ("granite_speech", "encoder", "GraniteSpeechCTCEncoder", ("audio",)),
+        ("florence2", "vision_tower", "Florence2VisionBackbone", ("image",)),
+        ("gemma3n_audio", "", "Gemma3nAudioEncoder", ("audio",)),
+        ("videoprism_vision_model", "", "VideoPrismVisionModel", ("video",)),
+        ("vjepa2", "", "VJEPA2Model", ("video",)),
+    ],
+)
+def test_towers_with_inputs_of_other_names_are_found(
+    model_type: str, name: str, class_name: str, modalities: tuple[str, ...]
+) -> None:
+    model = _of_type(model_type)
+    (tower,) = find_towers(model)
+    assert (tower.name, type(tower.module).__name__) == (name, class_name)
+    assert (tower.layout, tower.modalities) == ("rows", modalities)
+
+
+def test_the_vision_tower_of_pix2struct_takes_flattened_patches() -> None:
+    from transformers import Pix2StructForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Pix2StructForConditionalGeneration(CONFIG_MAPPING["pix2struct"]())
+    (tower,) = find_towers(model)
+    assert (tower.name, tower.layout, tower.modalities) == ("encoder", "rows", ("image",))
+
+
+def test_the_parts_behind_an_embedding_are_no_towers() -> None:
+    """A decoder or head takes hidden_states of an encoder, and one takes positions besides."""
+    from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTEncoder
+    from transformers.models.speecht5.modeling_speecht5 import SpeechT5Decoder
+
+    for part, model_type in ((SpeechT5Decoder, "speecht5"), (DINOv3ViTEncoder, "dinov3_vit")):
+        with torch.device("meta"):
+            model = part(CONFIG_MAPPING[model_type]())
+        assert find_towers(model) == []
+
+
+def test_a_class_that_says_it_takes_text_or_says_nothing_is_no_tower() -> None:
+    from transformers import PreTrainedModel, ViTConfig
+
+    class Silent(PreTrainedModel):
+        config_class = ViTConfig
+
+        def forward(self, hidden_states: object, mask: object) -> object:
+            return hidden_states
+
+    class WithText(Silent):
+        input_modalities = ("audio", "text")
+
+    class Audio(Silent):
+        input_modalities = "audio"
+
+    assert find_towers(Silent(ViTConfig())) == find_towers(WithText(ViTConfig())) == []
+    assert [tower.modalities for tower in find_towers(Audio(ViTConfig()))] == [("audio",)]
+
+
+def _of_type(model_type: str) -> nn.Module:
+    """The base model of a type of transformers with the defaults of its class, on meta."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModel.from_config(CONFIG_MAPPING[model_type]())
+    return model
 
 
 class TakesPixels(nn.Module):

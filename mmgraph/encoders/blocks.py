@@ -1,0 +1,68 @@
+"""Compiling the blocks of a tower before it is captured.
+
+A tower is the same block many times over. ``torch.compile`` of one block, with a symbolic number of
+tokens, serves all blocks and all budgets: 7 s for Qwen2.5-VL's tower, where the whole tower took 30
+and was no faster. The graph then holds fused kernels. Only captures see the compiled code; the
+model that its user calls stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+__all__ = ["compiled_blocks", "find_blocks"]
+
+_MIN_BLOCKS = 2
+_MAX_COMPILES = 6
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a tower: members of one list and one class, outermost lists only."""
+    blocks: list[nn.Module] = []
+    inside: set[int] = set()
+    for parent in module.modules():
+        if id(parent) in inside or not isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            continue
+        kinds = Counter(type(child) for child in parent)
+        repeated = [c for c in parent if kinds[type(c)] >= _MIN_BLOCKS and any(c.children())]
+        blocks += repeated
+        inside.update(id(m) for block in repeated for m in block.modules())
+    return blocks
+
+
+@contextmanager
+def compiled_blocks(module: nn.Module) -> Iterator[int]:
+    """Within the block the blocks of `module` run compiled; gives how many they are."""
+    blocks = [b for b in find_blocks(module) if "forward" not in b.__dict__]
+    try:
+        for block in blocks:
+            block.__dict__["forward"] = _compile(block)
+        # Blocks that don't share code would be compiled one by one, for minutes: an error instead.
+        with torch._dynamo.config.patch(
+            recompile_limit=_MAX_COMPILES, fail_on_recompile_limit_hit=True
+        ):
+            yield len(blocks)
+    finally:
+        for block in blocks:
+            block.__dict__.pop("forward", None)
+
+
+def _compile(block: nn.Module) -> Any:
+    forward = block.forward
+    compiled = torch.compile(forward, dynamic=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Under a dispatch mode (the guard before a capture) the compiler gives up on the code for
+        # good, and what the mode is there to see would be hidden from it anyway.
+        if _get_current_dispatch_mode() is not None:
+            return forward(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return run

@@ -1,0 +1,128 @@
+"""What makes a tower's graphs fast, done to it once and put in force while they are recorded.
+
+Each step computes the same numbers up to rounding, from the user's own parameters, and can be
+switched off. Only captures see it: a call in eager mode runs the library's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from mmgraph.encoders.align import AlignedWeights
+from mmgraph.encoders.blocks import compiled_blocks, find_blocks
+from mmgraph.encoders.patch_embed import linear_patch_embeddings
+from mmgraph.errors import CaptureError
+from mmgraph.log import get_logger
+
+__all__ = ["Preparation"]
+
+_logger = get_logger(__name__)
+_Output = TypeVar("_Output")
+
+
+class Preparation:
+    """The steps for one tower; all its methods share them.
+
+    Args:
+        module: The tower. Weights that are to be aligned move at once.
+        name: Of the tower, for messages.
+        align_weights: Whether weights with odd widths are padded.
+        compile_blocks: Whether repeated blocks are compiled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        *,
+        align_weights: bool = False,
+        compile_blocks: bool = False,
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._weights = AlignedWeights(module) if align_weights else None
+        self._num_blocks = len(find_blocks(module)) if compile_blocks else 0
+        self.no_compile: str | None = None if compile_blocks else "switched off"
+        """Why blocks aren't compiled; ``None`` if they are."""
+        if compile_blocks and not self._num_blocks:
+            self.no_compile = "the tower has no repeated blocks"
+        self._compiled = False
+        self._without_compile = False
+        self.on_trial = self.no_compile is None
+        """Whether it is still to be shown that compiled blocks are right and faster."""
+
+    def run(self, forward: Callable[[], _Output], *, compiled: bool = True) -> _Output:
+        """Call the tower with all steps in force; a compile that fails is given up for good.
+
+        Without `compiled`, with all but that one.
+        """
+        if self.no_compile is not None or self._without_compile or not compiled:
+            with self._applied(compiled=False):
+                return forward()
+        try:
+            with self._applied(compiled=True):
+                output = forward()
+        except (CaptureError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self._compiled or _is_recording():  # then it isn't the compiler
+                raise
+            with self._applied(compiled=False):
+                output = forward()  # fails as well, if it is the call
+            why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            self.decide(f"the compiler failed ({why})")
+            return output
+        self._compiled = True
+        return output
+
+    @contextmanager
+    def without_compile(self) -> Iterator[None]:
+        """Within the block captures take the blocks as they are."""
+        self._without_compile = True
+        try:
+            yield
+        finally:
+            self._without_compile = False
+
+    def decide(self, why_not: str | None) -> None:
+        """End the trial: compile blocks from now on, or don't, and why."""
+        self.on_trial = False
+        if why_not is not None and self.no_compile is None:
+            self.no_compile = why_not
+            _logger.info("%s: blocks are captured as they are: %s", self._name, why_not)
+
+    def describe(self) -> list[str]:
+        """What is done to the tower, a line each."""
+        lines = []
+        if self._weights:
+            widths = ", ".join(f"{n} to {m}" for n, m in self._weights.widths.items())
+            lines.append(f"{len(self._weights)} linear layers on padded weights ({widths})")
+        if self.no_compile is None:
+            lines.append(f"{self._num_blocks} blocks compiled")
+        elif self._num_blocks:
+            lines.append(f"blocks not compiled: {self.no_compile}")
+        return lines
+
+    def undo(self) -> None:
+        """Give the tower its own parameters back, after its graphs are gone."""
+        if self._weights is not None:
+            self._weights.undo()
+
+    @contextmanager
+    def _applied(self, *, compiled: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(linear_patch_embeddings(self._module))
+            if self._weights:
+                stack.enter_context(self._weights.applied())
+            if compiled:
+                stack.enter_context(compiled_blocks(self._module))
+            yield
+
+
+def _is_recording() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,165 @@
+"""Noticing that a tower is no longer what was captured, before the next replay.
+
+A graph holds addresses and runs no Python. So it must not be replayed after a weight moved, was
+replaced or quantised, a submodule was swapped, or adapters came, went or were switched; and not
+while somebody has put a hook on a submodule, since that wouldn't fire.
+
+What a reader would get wrong: nothing here walks the modules of a tower at a call. Replacing a
+parameter, a buffer or a submodule goes through torch's registration hooks; what doesn't (setting
+``.data``, ``to()``) shows in the addresses, which one ``map`` in C reads, 0.05 us a parameter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+__all__ = ["TowerWatch"]
+
+_address = torch.Tensor.data_ptr
+_PLAIN = (nn.Parameter, nn.Buffer, torch.Tensor)
+_training = itemgetter("training")
+_HARMLESS = ("transformers.", "mmgraph.")
+"""Hooks of these only collect outputs of the call that is running; a capture collects them too."""
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+class TowerWatch:
+    """Keeps an eye on one tower.
+
+    Args:
+        module: The tower, as it is when its graphs are captured.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._version = 0
+        self._stale = False
+        self._look()
+        _registrations.watch(self)
+
+    @property
+    def version(self) -> tuple[Any, ...]:
+        """Something else whenever graphs that were captured before must not be replayed."""
+        if self._stale or list(map(_address, self._tensors)) != self._addresses or self._resized():
+            self._version += 1
+            self._look()
+        return (
+            self._version,
+            self._adapters(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+        )
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a module has a hook that a replay wouldn't call."""
+        if any(self._no_hooks) or sum(map(len, self._hooks)) != self._num_hooks:
+            self._sort_hooks()
+        return self._hooked or bool(
+            torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
+        )
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the tower or a part of it that does other things then is in training mode."""
+        return self._module.training or any(map(_training, self._moody))
+
+    def forget(self) -> None:
+        """Stop watching."""
+        _registrations.forget(self)
+
+    def mark_stale(self) -> None:
+        """Note that a parameter, buffer or submodule was registered."""
+        self._stale = True
+
+    def _look(self) -> None:
+        self._stale = False
+        modules = list(self._module.modules())
+        self.modules = frozenset(map(id, modules))
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        self._tensors = [t for t in tensors if type(t) in _PLAIN]  # others hide their addresses
+        self._addresses = list(map(_address, self._tensors))
+        self._lists = [m for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential))]
+        self._lengths = list(map(len, self._lists))
+        self._moody = [m.__dict__ for m in modules if _differs_in_training(m)]
+        self._tuned = [m for m in modules if all(hasattr(m, name) for name in _ADAPTERS)]
+        inner = modules[1:]  # those of the tower itself are called around what stands in for it
+        self._hook_tables = [t for m in inner for t in (m._forward_hooks, m._forward_pre_hooks)]
+        self._sort_hooks()
+
+    def _resized(self) -> bool:
+        return list(map(len, self._lists)) != self._lengths
+
+    def _adapters(self) -> tuple[Any, ...]:
+        """State of PEFT's layers, which switch adapters by setting plain attributes."""
+        return tuple(map(_adapter_state, self._tuned))
+
+    def _sort_hooks(self) -> None:
+        tables = self._hook_tables
+        self._hooks = [table for table in tables if table]
+        self._no_hooks = [table for table in tables if not table]
+        self._num_hooks = sum(map(len, self._hooks))
+        self._hooked = not all(map(_is_harmless, (h for t in self._hooks for h in t.values())))
+
+
+class _Registrations:
+    """torch's registration hooks, there while a tower is watched."""
+
+    def __init__(self) -> None:
+        self._watches: WeakKeyDictionary[TowerWatch, None] = WeakKeyDictionary()
+        self._handles: list[Any] = []
+        self._lock = threading.Lock()
+
+    def watch(self, watch: TowerWatch) -> None:
+        with self._lock:
+            self._watches[watch] = None
+            if not self._handles:
+                self._handles = [register(self._registered) for register in _REGISTER]
+
+    def forget(self, watch: TowerWatch) -> None:
+        with self._lock:
+            self._watches.pop(watch, None)
+            if not self._watches:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+    def _registered(self, module: nn.Module, name: str, value: Any) -> None:
+        # Whatever module it is: our own are recognised by identity.
+        for watch in list(self._watches):
+            if id(module) in watch.modules:
+                watch.mark_stale()
+
+
+_REGISTER: Iterable[Callable[..., Any]] = (
+    torch_modules.register_module_parameter_registration_hook,
+    torch_modules.register_module_buffer_registration_hook,
+    torch_modules.register_module_module_registration_hook,
+)
+_registrations = _Registrations()
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    """Whether a part of a tower drops, or counts statistics, in training mode."""
+    names = ("p", "drop_prob", "dropout", "attention_dropout", "attn_drop", "dropout_p")
+    rates = (getattr(module, name, 0) for name in names)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(
+        isinstance(rate, float) and rate > 0 for rate in rates
+    )
+
+
+def _adapter_state(layer: Any) -> tuple[Any, ...]:
+    active, disabled = str(layer._active_adapter), layer._disable_adapters
+    return (active, disabled, tuple(layer.merged_adapters), tuple(layer.scaling.items()))
+
+
+def _is_harmless(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_HARMLESS)
