@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from mmgraph.errors import ConfigError
 
-__all__ = ["Backend", "CaptureMode", "GraphConfig"]
+__all__ = ["Backend", "CaptureMode", "GraphConfig", "Mode", "OnChange"]
 
 Backend = Literal["auto", "cuda", "trace"]
 CaptureMode = Literal["lazy", "upfront"]
+Mode = Literal["auto", "full", "piecewise"]
+OnChange = Literal["recapture", "eager"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +32,12 @@ class GraphConfig:
     cudagraph_mm_encoder: bool = True
     """Whether encoders may run from graphs."""
 
+    mode: Mode = "auto"
+    """"full": graphs of token budgets, each of the whole tower. "piecewise": graphs of exact calls,
+    broken around what can't be captured. "auto": budgets, and a graph of its own for a call that
+    they can't serve (above the largest, or a tower that can't be captured for a budget) when the
+    same sizes come a second time; it serves where it equals eager mode and is faster."""
+
     token_budgets: tuple[int, ...] | None = None
     """Sizes of the graphs in tokens of the tower (packed patches, or rows x tokens a row),
     ascending; ``None`` infers a ladder from the model."""
@@ -34,6 +45,21 @@ class GraphConfig:
     row_budgets: tuple[int, ...] | None = None
     """For towers with independent rows (fixed-size images, tiles, frames): batch sizes to capture,
     ascending; ``None`` means 1, 2, 4, 8, 16, 32, unless `token_budgets` is given."""
+
+    on_change: OnChange = "recapture"
+    """When an encoder isn't what was captured any more (weights replaced or moved, submodules or
+    adapters swapped): "recapture" frees its graphs, and they come back on use where ``capture`` is
+    "lazy"; "eager" leaves it in eager mode until ``handle.clear()``. Weights changed in place are
+    followed without either."""
+
+    compile_blocks: bool = True
+    """On a GPU, compile the repeated blocks of a tower (``torch.compile``, once for all budgets)
+    before it is captured: some seconds at the first capture, less once the compiler has its cache
+    on disk. Dropped, with a warning, where it fails, differs or isn't faster."""
+
+    align_weights: bool = True
+    """On a GPU, keep the weights of linear layers with odd widths in padded storage, of which the
+    parameters are views."""
 
     max_items: int = 8
     """Items that graphs captured up front can hold at once."""
@@ -59,6 +85,8 @@ class GraphConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_positive("max_items", self.max_items)
         _check_positive("max_graphs", self.max_graphs)
+        _check_choice("mode", self.mode, get_args(Mode))
+        _check_choice("on_change", self.on_change, get_args(OnChange))
         _check_choice("capture", self.capture, get_args(CaptureMode))
         _check_choice("backend", self.backend, get_args(Backend))
         if self.token_budgets and max(self.token_budgets) < self.max_items:
@@ -66,6 +94,46 @@ class GraphConfig:
                 f"the largest of token_budgets, {max(self.token_budgets)}, can't hold "
                 f"max_items={self.max_items} items of a token each: raise it or lower max_items"
             )
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> GraphConfig:
+        """Read settings from a JSON object of them; those it lacks have their defaults.
+
+        Raises:
+            ConfigError: The file can't be read, or holds no such object, a setting that doesn't
+                exist, or a value that is no good. The message names the file.
+        """
+        try:
+            return cls(**_settings_in(Path(path)))
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all settings as JSON-ready data, which `from_file` reads."""
+        values = {setting.name: getattr(self, setting.name) for setting in fields(self)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    """The settings in a file, known by name and of the right kinds."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the file can't be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(f"the file is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"settings must be a JSON object, got {data!r:.40}")
+    known = {setting.name: setting.default for setting in fields(GraphConfig)}
+    unknown = [name for name in data if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"there is no setting {unknown[0]!r}: GraphConfig has {', '.join(sorted(known))}"
+        )
+    for name, value in data.items():
+        if isinstance(known[name], bool) and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+    return data
 
 
 def _check_budgets(name: str, budgets: tuple[int, ...] | None) -> None:

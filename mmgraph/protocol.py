@@ -6,14 +6,22 @@ Engine authors implement :class:`SupportsEncoderCudaGraph` for their own models;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, GraphKey
+from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, ExactCall, GraphKey
 
-__all__ = ["SupportsEncoderCudaGraph", "SupportsMultiModal", "supports_encoder_cudagraph"]
+__all__ = [
+    "SupportsChanges",
+    "SupportsEncoderCudaGraph",
+    "SupportsExactGraphs",
+    "SupportsMultiModal",
+    "SupportsTrial",
+    "supports_encoder_cudagraph",
+]
 
 
 @runtime_checkable
@@ -58,6 +66,44 @@ class SupportsEncoderCudaGraph(SupportsMultiModal, Protocol):
         Returns a tensor or a pytree of tensors. Each has either `key.token_budget` divided by a
         whole number as one of its first two dimensions, or (rows layout) one entry a row.
         """
+
+
+@runtime_checkable
+class SupportsExactGraphs(SupportsEncoderCudaGraph, Protocol):
+    """An encoder whose calls can also have graphs of their own, outside the budgets."""
+
+    def exact_call(self, mm_kwargs: Mapping[str, Any]) -> ExactCall:
+        """Take a call apart; may read small tensors on the host.
+
+        Raises:
+            mmgraph.types.Refusal: The call can't have a graph of its own either.
+        """
+
+    def exact_forward(self, **mm_kwargs: Any) -> Any:
+        """Return what ``embed_multimodal`` returns, computed in the way that suits a graph."""
+
+
+@runtime_checkable
+class SupportsTrial(Protocol):
+    """An encoder that can be captured with steps for speed whose worth is still to be shown."""
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether a graph with these steps has still to be compared with one without."""
+
+    def without_options(self) -> AbstractContextManager[None]:
+        """Within the block captures leave these steps out."""
+
+    def decide(self, why_not: str | None) -> None:
+        """End the trial: keep the steps, or leave them out from now on because of `why_not`."""
+
+
+@runtime_checkable
+class SupportsChanges(Protocol):
+    """An encoder that notices when its graphs are out of date."""
+
+    def version(self) -> Hashable:
+        """Something else whenever graphs that were captured before must not be replayed."""
 
 
 def supports_encoder_cudagraph(model: object) -> bool:

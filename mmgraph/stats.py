@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
 
 from mmgraph.types import GraphKey, Reason
 
-__all__ = ["EncoderStats", "GraphRecord", "StatsRecorder"]
+__all__ = ["EncoderStats", "GraphRecord", "Histogram", "StatsRecorder"]
+
+_PENDING_CALLS = 64
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,10 @@ class EncoderStats:
         tokens: Real tokens replayed.
         padding: Tokens replayed that belonged to no item.
         graphs: One record a graph that is held now.
+        call_sizes: Calls by the tokens of all their items, as far as sizes could be read; where
+            there are very many sizes, close ones are counted as the larger.
+        item_sizes: Items by their tokens, likewise.
+        budgets: Budgets of the encoder now, ascending, in tokens.
     """
 
     calls: int = 0
@@ -47,6 +60,25 @@ class EncoderStats:
     tokens: int = 0
     padding: int = 0
     graphs: tuple[GraphRecord, ...] = ()
+    call_sizes: dict[int, int] = field(default_factory=dict)
+    item_sizes: dict[int, int] = field(default_factory=dict)
+    budgets: tuple[int, ...] = ()
+
+    @classmethod
+    def of_all(cls, parts: Iterable[EncoderStats]) -> EncoderStats:
+        """Return the counters of several encoders together."""
+        parts = tuple(parts)
+        return cls(
+            calls=sum(p.calls for p in parts),
+            hits=sum(p.hits for p in parts),
+            misses=_sum(p.misses for p in parts),
+            tokens=sum(p.tokens for p in parts),
+            padding=sum(p.padding for p in parts),
+            graphs=tuple(graph for p in parts for graph in p.graphs),
+            call_sizes=_sum(p.call_sizes for p in parts),
+            item_sizes=_sum(p.item_sizes for p in parts),
+            budgets=tuple(sorted({budget for p in parts for budget in p.budgets})),
+        )
 
     @property
     def items(self) -> int:
@@ -86,7 +118,54 @@ class EncoderStats:
                 }
                 for g in self.graphs
             ],
+            "call_sizes": _by_text(self.call_sizes),
+            "item_sizes": _by_text(self.item_sizes),
+            "budgets": list(self.budgets),
         }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the snapshot as JSON, which ``mmgraph plan`` reads.
+
+        Raises:
+            OSError: The file can't be written.
+        """
+        text = json.dumps(self.to_dict(), indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+class Histogram:
+    """Counts by size, of a bounded number of sizes: beyond it the closest ones become one.
+
+    Sizes that become one are counted as the larger, so that a budget for it serves both, and every
+    size listed was seen. No count is lost.
+
+    Args:
+        limit: Sizes to tell apart, at least 2.
+    """
+
+    def __init__(self, limit: int = 512) -> None:
+        self.counts: dict[int, int] = {}
+        self._limit = limit
+
+    def add(self, size: int, count: int = 1) -> None:
+        """Count `size` `count` times more."""
+        self.counts[size] = self.counts.get(size, 0) + count
+        if len(self.counts) > self._limit:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Make one of the pairs of neighbours that this pads least, until a quarter is free."""
+        sizes = sorted(self.counts)
+        padding = [self.counts[a] * (b - a) for a, b in pairwise(sizes)]
+        surplus = len(sizes) - self._limit * 3 // 4
+        merged: set[int] = set()
+        for i in sorted(range(len(padding)), key=padding.__getitem__):
+            if len(merged) >= surplus:
+                break
+            if not {i - 1, i, i + 1} & merged:  # none moves twice at a time
+                merged.add(i)
+        for i in merged:
+            self.counts[sizes[i + 1]] += self.counts.pop(sizes[i])
 
 
 class StatsRecorder:
@@ -101,11 +180,20 @@ class StatsRecorder:
         self._calls = self._hits = self._tokens = self._padding = 0
         self._misses: Counter[Reason] = Counter()
         self._replays: Counter[GraphKey] = Counter()
+        self._call_sizes, self._item_sizes = Histogram(), Histogram()
+        self._pending: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
     def called(self) -> None:
         """Count a call."""
         with self._lock:
             self._calls += 1
+
+    def seen(self, sizes: tuple[int, ...]) -> None:
+        """Count a call of items of `sizes` tokens: one addition, sorted into bins later."""
+        with self._lock:
+            self._pending[sizes] += 1
+            if len(self._pending) > _PENDING_CALLS:
+                self._sort_pending()
 
     def missed(self, reason: Reason, num_items: int) -> None:
         """Count `num_items` items that ran in eager mode because of `reason`."""
@@ -130,9 +218,12 @@ class StatsRecorder:
         """How often the graph of `key` was replayed."""
         return self._replays[key]
 
-    def snapshot(self, graphs: tuple[GraphRecord, ...] = ()) -> EncoderStats:
+    def snapshot(
+        self, graphs: tuple[GraphRecord, ...] = (), budgets: tuple[int, ...] = ()
+    ) -> EncoderStats:
         """Return the counters as they are now."""
         with self._lock:
+            self._sort_pending()
             return EncoderStats(
                 calls=self._calls,
                 hits=self._hits,
@@ -140,4 +231,26 @@ class StatsRecorder:
                 tokens=self._tokens,
                 padding=self._padding,
                 graphs=graphs,
+                call_sizes=dict(sorted(self._call_sizes.counts.items())),
+                item_sizes=dict(sorted(self._item_sizes.counts.items())),
+                budgets=budgets,
             )
+
+    def _sort_pending(self) -> None:
+        for sizes, count in self._pending.items():
+            self._call_sizes.add(sum(sizes), count)
+            for size, number in Counter(sizes).items():
+                self._item_sizes.add(size, number * count)
+        self._pending.clear()
+
+
+def _sum(parts: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
+    total: Counter[_Key] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
+
+
+def _by_text(counts: Mapping[int, int]) -> dict[str, int]:
+    """The same with keys that JSON has."""
+    return {str(size): count for size, count in counts.items()}

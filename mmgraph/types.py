@@ -19,6 +19,7 @@ __all__ = [
     "EncoderBatch",
     "EncoderFacts",
     "EncoderItemSpec",
+    "ExactCall",
     "GraphKey",
     "Reason",
     "Refusal",
@@ -37,13 +38,22 @@ class Reason(Enum):
     ABOVE_BUDGET = "the item is larger than every budget"
     GRAPH_LIMIT = "max_graphs is reached"
     CAPTURE_FAILED = "capture failed earlier"
+    OUT_OF_MEMORY = "memory ran out while capturing"
+    PIECEWISE = "mode='piecewise', and the call has not come twice"
+    NOT_FASTER = "its graph was no faster than eager mode"
+    DATA_DEPENDENT = "sizes within the encoder depend on the contents of the call"
     TRAINING = "the encoder is in training mode"
+    HOOKS = "a submodule has hooks, which a replay wouldn't call"
+    CHANGED = "the encoder has changed since its graphs were captured"
     GRAD = "gradients are required"
     AUTOCAST = "autocast is active"
     DTYPE = "the inputs have a dtype that graphs don't take"
     DEVICE = "the inputs are not on the encoder's device"
     PLACEMENT = "the encoder is on meta, offloaded or split over devices"
     COMPILING = "the call is being traced or captured by somebody else"
+    MODE_NONE = "the decoder's CUDAGraphMode is NONE"
+    NO_WRAPPER = "no wrapper of that mode took part in the forward"
+    DETACHED = "the handle was shut down"
 
 
 class Refusal(Exception):
@@ -113,17 +123,19 @@ class GraphKey:
         segment_capacity: Segments of each kind of attention (upper bound).
         max_seqlen: Longest segment of each kind (upper bound).
         signature: See :class:`EncoderBatch` (baked).
+        exact: For a graph of one exact call: see :class:`ExactCall` (baked).
     """
 
     token_budget: int
     segment_capacity: tuple[int, ...] = ()
     max_seqlen: tuple[int, ...] = ()
     signature: Hashable = None
+    exact: Hashable = None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         bounds = (self.token_budget, self.segment_capacity, self.max_seqlen)
-        object.__setattr__(self, "_hash", hash((bounds, self.signature)))
+        object.__setattr__(self, "_hash", hash((bounds, self.signature, self.exact)))
 
     def __hash__(self) -> int:
         """Known from the start, see :class:`EncoderBatch`."""
@@ -132,12 +144,13 @@ class GraphKey:
     def __reduce__(self) -> tuple[type[GraphKey], tuple[Any, ...]]:
         """Pickle without the hash, see :class:`EncoderBatch`."""
         bounds = (self.token_budget, self.segment_capacity, self.max_seqlen)
-        return (type(self), (*bounds, self.signature))
+        return (type(self), (*bounds, self.signature, self.exact))
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key can serve whatever one of `other` can."""
         return (
             self.signature == other.signature
+            and self.exact == other.exact
             and self.token_budget >= other.token_budget
             and all(a >= b for a, b in _pairs(self.segment_capacity, other.segment_capacity))
             and all(a >= b for a, b in _pairs(self.max_seqlen, other.max_seqlen))
@@ -148,11 +161,30 @@ class GraphKey:
         if self.segment_capacity:
             parts.append("segments <= " + "/".join(map(str, self.segment_capacity)))
             parts.append("seqlen <= " + "/".join(map(str, self.max_seqlen)))
+        if self.exact is not None:
+            parts.append("one exact call")
         return ", ".join(parts)
 
 
 def _pairs(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return zip(a, b, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactCall:
+    """A call taken apart for a graph that serves this very call, up to what `contents` hold.
+
+    Attributes:
+        key: Everything about the call but what `contents` hold.
+        contents: Tensors that are copied into the graph's buffers before each replay.
+        others: The other arguments; tensors among them are small, and their values are in `key`.
+        num_tokens: Tokens of the call as far as they are known, for reports.
+    """
+
+    key: Hashable
+    contents: Mapping[str, torch.Tensor]
+    others: Mapping[str, Any]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,56 @@ def test_equal_configs_are_equal_and_hash_alike() -> None:
     assert one == other
     assert hash(one) == hash(other)
     assert one != GraphConfig(token_budgets=(64, 256))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraphConfig(),
+        GraphConfig(token_budgets=(64, 128), capture="upfront", progress=True, max_graphs=3),
+        GraphConfig(row_budgets=(1, 2), enforce_eager=True),
+    ],
+)
+def test_a_config_survives_a_file(tmp_path: Path, config: GraphConfig) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    assert GraphConfig.from_file(path) == config
+    assert GraphConfig.from_file(str(path)) == config
+    assert config.to_dict().keys() == {field.name for field in fields(GraphConfig)}
+
+
+def test_settings_that_a_file_lacks_have_their_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"token_budgets": [64, 128]}', encoding="utf-8")
+    assert GraphConfig.from_file(path) == GraphConfig(token_budgets=(64, 128))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is no JSON: Expecting value"),
+        ("{token_budgets: 1}", "the file is no JSON: Expecting property name"),
+        ("[64, 128]", "settings must be a JSON object, got [64, 128]"),
+        ('{"budgets": [64]}', "there is no setting 'budgets': GraphConfig has align_weights, "),
+        ('{"enforce_eager": "no"}', "enforce_eager must be true or false, got 'no'"),
+        ('{"progress": 1}', "progress must be true or false, got 1"),
+        ('{"max_items": "8"}', "max_items must be a positive integer, got '8'"),
+        ('{"max_graphs": null}', "max_graphs must be a positive integer, got None"),
+        ('{"token_budgets": 64}', "token_budgets must be a tuple of integers or None, got 64"),
+        ('{"token_budgets": ["64"]}', "every one of token_budgets must be a positive integer"),
+        ('{"row_budgets": [2, 1]}', "row_budgets must ascend without repeats, got (2, 1)"),
+        ('{"capture": "never"}', "capture must be one of lazy, upfront, got 'never'"),
+        ('{"capture": ["lazy"]}', "capture must be one of lazy, upfront, got ['lazy']"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}: {message}')}"):
+        GraphConfig.from_file(path)
+
+
+def test_a_file_that_can_not_be_read_is_a_config_error(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError, match=rf"the file can't be read \({why}"):
+            GraphConfig.from_file(path)

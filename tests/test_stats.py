@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmgraph import EncoderStats, GraphKey, Reason
-from mmgraph.stats import GraphRecord, StatsRecorder
+from mmgraph.stats import GraphRecord, Histogram, StatsRecorder
 
 SMALL, LARGE = GraphKey(64), GraphKey(256, (4,), (128,), "signature")
 
@@ -79,6 +81,9 @@ def test_reset_sets_everything_to_zero() -> None:
     recorder.called()
     recorder.missed(Reason.GRAD, 1)
     recorder.replayed(SMALL, 1, 1)
+    recorder.seen((64,))
+    recorder.snapshot()
+    recorder.seen((64,))
     recorder.reset()
     assert recorder.snapshot() == EncoderStats()
     assert recorder.replays(SMALL) == 0
@@ -94,8 +99,10 @@ def test_to_dict_is_json_with_reasons_and_keys_by_name() -> None:
     recorder = StatsRecorder()
     recorder.called()
     recorder.missed(Reason.ABOVE_BUDGET, 2)
+    recorder.seen((60, 80, 60))
     recorder.replayed(LARGE, 3, 200)
-    data = recorder.snapshot((GraphRecord(LARGE, 1, 1 << 20, 0.123456),)).to_dict()
+    records = (GraphRecord(LARGE, 1, 1 << 20, 0.123456),)
+    data = recorder.snapshot(records, budgets=(64, 256)).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data == {
         "calls": 1,
@@ -112,6 +119,9 @@ def test_to_dict_is_json_with_reasons_and_keys_by_name() -> None:
                 "capture_seconds": 0.1235,
             }
         ],
+        "call_sizes": {"200": 1},
+        "item_sizes": {"60": 2, "80": 1},
+        "budgets": [64, 256],
     }
 
 
@@ -130,14 +140,18 @@ class Slow:
         time.sleep(1e-4)
         return 1
 
+    def __radd__(self, other: int) -> int:
+        return other + 10
+
 
 @pytest.mark.parametrize(
     ("count", "expected"),
     [
         (lambda recorder, key: recorder.missed(key, 2), {"misses": 200}),
         (lambda recorder, key: recorder.replayed(key, 3, 6), {"hits": 300, "replays": 100}),
+        (lambda recorder, key: recorder.seen((key,)), {"seen": 100}),
     ],
-    ids=["missed", "replayed"],
+    ids=["missed", "replayed", "seen"],
 )
 def test_threads_lose_no_count(
     count: Callable[[StatsRecorder, Any], None], expected: dict[str, int]
@@ -156,8 +170,107 @@ def test_threads_lose_no_count(
         thread.join()
     stats = recorder.snapshot()
     counted = {
+        "seen": sum(stats.call_sizes.values()),
         "misses": stats.misses.get(slow, 0),
         "hits": stats.hits,
         "replays": recorder.replays(slow),
     }
     assert {name: n for name, n in counted.items() if n} == expected
+
+
+def test_calls_and_items_are_counted_by_their_tokens() -> None:
+    recorder = StatsRecorder()
+    for sizes in ((64,), (16, 64), (64, 16), (64,), ()):
+        recorder.seen(sizes)
+    stats = recorder.snapshot()
+    assert stats.call_sizes == {0: 1, 64: 2, 80: 2}
+    assert stats.item_sizes == {16: 2, 64: 4}
+    recorder.seen((8,))
+    assert list(recorder.snapshot().call_sizes) == [0, 8, 64, 80]  # ascending
+    assert stats.call_sizes == {0: 1, 64: 2, 80: 2}  # stands still
+
+
+def test_any_number_of_sizes_takes_bounded_memory_and_loses_no_count() -> None:
+    recorder = StatsRecorder()
+    for size in range(1, 3001):
+        recorder.seen((size, size))
+        assert len(recorder._pending) <= 64
+    stats = recorder.snapshot()
+    for counts, largest, number in ((stats.call_sizes, 6000, 3000), (stats.item_sizes, 3000, 6000)):
+        assert 256 <= len(counts) <= 512
+        assert sum(counts.values()) == number
+        assert max(counts) == largest
+
+
+@settings(deadline=None)
+@given(st.integers(2, 12), st.lists(st.tuples(st.integers(1, 99), st.integers(1, 5))))
+def test_a_histogram_merges_upwards_into_sizes_that_were_seen(
+    limit: int, added: list[tuple[int, int]]
+) -> None:
+    histogram, exact = Histogram(limit), Counter[int]()
+    for size, count in added:
+        histogram.add(size, count)
+        exact[size] += count
+        assert len(histogram.counts) <= limit
+    assert histogram.counts.keys() <= exact.keys()
+    for bound in range(100):  # nothing is counted as smaller than it was
+        merged = sum(count for size, count in histogram.counts.items() if size <= bound)
+        assert merged <= sum(count for size, count in exact.items() if size <= bound)
+    assert sum(histogram.counts.values()) == sum(exact.values())
+    if len(exact) <= limit:
+        assert histogram.counts == exact
+
+
+def test_the_closest_sizes_are_merged_first() -> None:
+    histogram = Histogram(4)
+    for size, count in ((10, 1), (1000, 1), (100, 50), (104, 50), (101, 1)):
+        histogram.add(size, count)
+    # 101 to 104 pads 3 tokens and 10 to 100 pads 90; 100 to 101 pads 50, but 101 has gone.
+    assert histogram.counts == {100: 51, 104: 51, 1000: 1}
+
+
+def test_counting_the_sizes_of_a_call_takes_less_than_a_microsecond() -> None:
+    recorder, sizes, count = StatsRecorder(), tuple(range(8)), 10_000
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(count):
+            recorder.seen(sizes)
+        times.append(time.perf_counter() - start)
+    assert min(times) / count < 1e-6
+
+
+def test_statistics_of_several_encoders_are_added() -> None:
+    record = GraphRecord(SMALL, 1, 1, 1.0)
+    one = EncoderStats(
+        calls=1,
+        hits=2,
+        misses={Reason.GRAD: 1},
+        tokens=3,
+        padding=4,
+        graphs=(record,),
+        call_sizes={64: 1, 128: 2},
+        item_sizes={64: 5},
+        budgets=(64, 128),
+    )
+    other = EncoderStats(calls=9, misses={Reason.GRAD: 2}, call_sizes={64: 3}, budgets=(128, 256))
+    assert EncoderStats.of_all([one, other]) == EncoderStats(
+        calls=10,
+        hits=2,
+        misses={Reason.GRAD: 3},
+        tokens=3,
+        padding=4,
+        graphs=(record,),
+        call_sizes={64: 4, 128: 2},
+        item_sizes={64: 5},
+        budgets=(64, 128, 256),
+    )
+    assert EncoderStats.of_all([]) == EncoderStats()
+
+
+def test_saved_statistics_are_their_dict_as_json(tmp_path: Path) -> None:
+    stats = EncoderStats(calls=1, call_sizes={64: 1}, item_sizes={64: 1}, budgets=(64,))
+    stats.save(tmp_path / "stats.json")
+    assert json.loads((tmp_path / "stats.json").read_text(encoding="utf-8")) == stats.to_dict()
+    with pytest.raises(OSError, match="none"):
+        stats.save(tmp_path / "none" / "stats.json")

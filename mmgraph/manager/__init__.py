@@ -2,5 +2,6 @@
 
 from mmgraph.manager.manager import EncoderCudaGraphManager
 from mmgraph.manager.plan import Eager, Plan, Replay
+from mmgraph.manager.upfront import estimate
 
-__all__ = ["Eager", "EncoderCudaGraphManager", "Plan", "Replay"]
+__all__ = ["Eager", "EncoderCudaGraphManager", "Plan", "Replay", "estimate"]

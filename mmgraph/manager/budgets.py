@@ -7,7 +7,7 @@ from mmgraph.errors import ConfigError
 from mmgraph.policy import ladder
 from mmgraph.types import EncoderFacts
 
-__all__ = ["budgets_of"]
+__all__ = ["budgets_of", "checked_budgets"]
 
 _DEFAULT_ROWS = (1, 2, 4, 8, 16, 32)
 _DEFAULT_BUDGETS = 16
@@ -42,3 +42,12 @@ def budgets_of(config: GraphConfig, facts: EncoderFacts) -> tuple[int, ...]:
             f"merge), got {odd[0]}: use {-(-odd[0] // granularity) * granularity}"
         )
     return config.token_budgets
+
+
+def checked_budgets(budgets: tuple[int, ...], facts: EncoderFacts) -> tuple[int, ...]:
+    """Return `budgets`, in tokens, as `budgets_of` would if a config named them.
+
+    Raises:
+        ConfigError: They aren't ascending positive integers, or don't fit the encoder.
+    """
+    return budgets_of(GraphConfig(token_budgets=budgets, max_items=1), facts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,28 @@ import torch
 from mmgraph.config import GraphConfig
 from mmgraph.env import debug_enabled
 from mmgraph.errors import CaptureError, UnsupportedModelError
-from mmgraph.graphs import GraphBackend, freeze_gc_for_cudagraph_capture, select_backend
-from mmgraph.log import get_logger
-from mmgraph.manager.budgets import budgets_of
+from mmgraph.graphs import GraphBackend, select_backend
+from mmgraph.manager.budgets import budgets_of, checked_budgets
+from mmgraph.manager.changes import Changes
+from mmgraph.manager.exact import exact_graphs
 from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
 from mmgraph.manager.store import GraphStore
-from mmgraph.policy import Bin
-from mmgraph.protocol import SupportsEncoderCudaGraph, supports_encoder_cudagraph
+from mmgraph.manager.upfront import UpFront, estimate
+from mmgraph.protocol import (
+    SupportsEncoderCudaGraph,
+    supports_encoder_cudagraph,
+)
 from mmgraph.stats import EncoderStats, GraphRecord, StatsRecorder
 from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
 
 __all__ = ["EncoderCudaGraphManager"]
 
-_logger = get_logger(__name__)
 _CACHED_PLANS = 256
+_BEYOND_BUDGETS = frozenset(
+    {Reason.UNSUPPORTED_CALL, Reason.ABOVE_BUDGET, Reason.CAPTURE_FAILED, Reason.PIECEWISE}
+)
+"""Reasons for eager mode that a graph of the exact call can do without."""
 
 
 class EncoderCudaGraphManager:
@@ -76,11 +83,15 @@ class EncoderCudaGraphManager:
         self.budgets = budgets_of(config, self.facts)
         self._planner = Planner(self.budgets)
         self._store = GraphStore(model, self.facts, self.backend, self.device, self.budgets[-1])
+        self._stats = StatsRecorder()
+        self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats.forget)
         self._plans: OrderedDict[EncoderBatch, Plan] = OrderedDict()
         self._debug = debug_enabled()
-        self._stats = StatsRecorder()
         self._lock = threading.RLock()
-        self._serving = config.capture == "lazy"
+        self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
+        self._lazy = self._serving = config.capture == "lazy"
+        recapture = self._lazy and config.on_change == "recapture"
+        self._changes = Changes(model, self.facts.name, recapture=recapture, free=self._free)
 
     def is_captured(self) -> bool:
         """Whether ``execute`` may replay: something is captured, or may be on first use."""
@@ -100,42 +111,74 @@ class EncoderCudaGraphManager:
             progress: Called with each key before its capture.
 
         Returns:
-            Bytes of device memory that the captures took.
+            Bytes of device memory that the captures and their static buffers took.
 
         Raises:
             CaptureError: Not one of the graphs could be captured; the first failure is named.
+                Where memory ran out, all budgets are tried before.
         """
-        keys = self.keys_to_capture()
         with self._lock:
             self.backend.use_pool(graph_pool)
-            before = self._store.num_bytes
-            with freeze_gc_for_cudagraph_capture():
-                for key in keys:
-                    if len(self._store.entries) >= self.config.max_graphs:
-                        break
-                    if progress is not None:
-                        progress(key)
-                    error = self._capture(key)
-                    if error is not None and not self._store.entries:
-                        raise error
+            self._plans.clear()
+            num_bytes = self.upfront.capture(progress)
+            self._changes.captured()
+            self._make_room()
             self._serving = True
-            num_bytes = self._store.num_bytes - before
-            _logger.info(
-                "%s: %d graphs captured, %.1f MiB",
-                self.facts.name,
-                sum(key in self._store.entries for key in keys),
-                num_bytes / 2**20,
-            )
             return num_bytes
+
+    def estimate(self) -> int:
+        """Bytes of device memory that ``capture()`` would take, within about 15 %.
+
+        Some graphs are captured into a pool of their own, and freed again. Where graphs are
+        captured already it is an upper bound, since further ones partly live in their memory.
+
+        Raises:
+            CaptureError: Not one of the graphs can be captured.
+        """
+        return estimate([self.upfront])
 
     def keys_to_capture(self) -> list[GraphKey]:
         """Keys that ``capture()`` records and that aren't captured yet, the largest first."""
-        keys: dict[GraphKey, None] = {}
-        for budget in reversed(self.budgets):
-            for batch in self.facts.examples(budget, self.config.max_items):
-                items = tuple(range(len(batch.items)))
-                keys[self._planner.key_for(batch, Bin(items, budget))] = None
-        return [key for key in keys if key not in self._store.entries]
+        return self.upfront.keys()
+
+    def capture_call(self, mm_kwargs: Mapping[str, Any]) -> None:
+        """Capture a graph of its own for calls of exactly these sizes.
+
+        With ``capture="upfront"`` this is the only way to one; otherwise such a graph comes by
+        itself when budgets don't serve a call and it comes a second time.
+
+        Args:
+            mm_kwargs: Arguments of the encoder, with any contents.
+
+        Raises:
+            UnsupportedModelError: The encoder has no such graphs, or ``mode`` is "full".
+            CaptureError: It can't be captured, differs from eager mode, is no faster, or
+                ``max_graphs`` is reached.
+        """
+        if self._exact is None:
+            raise UnsupportedModelError(f"{self.facts.name} has no graphs of exact calls")
+        try:
+            with self._lock, torch.no_grad():
+                self._refuse_mode(mm_kwargs)
+                self._exact.capture(mm_kwargs, self.config.max_graphs - len(self._store.entries))
+                self._serving = True
+        except Refusal as refusal:
+            raise CaptureError(f"the call can't have a graph of its own: {refusal}") from refusal
+
+    def use_budgets(self, budgets: Sequence[int]) -> None:
+        """Serve from these ascending budgets, in tokens, from now on.
+
+        Graphs of other budgets are freed, and where the largest budget grows all of them, since
+        their buffers have to. With ``capture="upfront"``, ``capture()`` records the missing ones.
+
+        Raises:
+            ConfigError: The budgets don't fit the encoder; nothing has changed then.
+        """
+        budgets = checked_budgets(tuple(budgets), self.facts)
+        with self._lock:
+            self._stats.forget(self._store.use_budgets(budgets))
+            self.budgets = self._planner.budgets = budgets
+            self._plans.clear()
 
     def execute(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Encode the items of a call.
@@ -164,23 +207,44 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Free every graph and buffer; lazily captured ones come back on use."""
         with self._lock:
-            self._stats.forget(list(self._store.entries))
+            self._free()
+            self._serving = self._lazy
+            self._changes.reset()
+
+    def _free(self) -> None:
+        with self._lock:
+            self._stats.forget([record.key for record in self.stats().graphs])
             self._store.clear()
+            if self._exact is not None:
+                self._exact.clear()
             self._plans.clear()
-            self._serving = self.config.capture == "lazy"
+
+    def shutdown(self) -> None:
+        """Free every graph and buffer; nothing is captured on use any more."""
+        with self._lock:
+            self._lazy = False
+            self.clear()
 
     def stats(self) -> EncoderStats:
         """Counters and graphs as they are now."""
         with self._lock:
-            records = tuple(
+            records = [
                 GraphRecord(key, self._stats.replays(key), entry.graph.num_bytes, entry.seconds)
                 for key, entry in self._store.entries.items()
-            )
-            return self._stats.snapshot(records)
+            ]
+            for key, exact in () if self._exact is None else self._exact.entries.items():
+                replays = self._stats.replays(key)
+                records.append(GraphRecord(key, replays, exact.num_bytes, exact.seconds))
+            return self._stats.snapshot(tuple(records), self.budgets)
 
     def memory_by_graph(self) -> dict[GraphKey, int]:
         """Device memory of each graph in bytes."""
         return {record.key: record.num_bytes for record in self.stats().graphs}
+
+    @property
+    def counters(self) -> StatsRecorder:
+        """What counts the calls; it may outlive the manager."""
+        return self._stats
 
     def count_miss(self, reason: Reason, num_items: int = 1) -> None:
         """Count a call that somebody else ran in eager mode."""
@@ -191,24 +255,67 @@ class EncoderCudaGraphManager:
         self, mm_kwargs: Mapping[str, Any]
     ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
         self._stats.called()
+        out_of_date = self._out_of_date()
         try:
             batch = self.model.item_specs(mm_kwargs)
+            self._stats.seen(tuple([item.num_tokens for item in batch.items]))
             if self.backend.busy():
                 raise Refusal(Reason.COMPILING, batch)
+            if out_of_date or self.config.mode == "piecewise":
+                raise Refusal(Reason.PIECEWISE, batch)
         except Refusal as refusal:
-            return self._run_eagerly(mm_kwargs, refusal), refusal.batch, None
+            reason, num_items = refusal.reason, refusal.num_items
+            if out_of_date and reason in _BEYOND_BUDGETS:
+                reason = Reason.CHANGED
+            return self._beyond_budgets(mm_kwargs, reason, num_items), refusal.batch, None
         with self._lock:
             plan = self._plan(batch)
             if plan.replays:
+                self._changes.replayed()
                 layout, tensors = self._run_plan(mm_kwargs, batch, plan)
                 return layout.build(tensors), batch, layout
+        if len(plan.eager) == 1:
+            part = plan.eager[0]
+            return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), batch, None
         for part in plan.eager:
             self._stats.missed(part.reason, len(part.items))
         return self.model.embed_multimodal(**mm_kwargs), batch, None
 
-    def _run_eagerly(self, mm_kwargs: Mapping[str, Any], refusal: Refusal) -> Any:
-        self._stats.missed(refusal.reason, refusal.num_items)
+    def _beyond_budgets(self, mm_kwargs: Mapping[str, Any], reason: Reason, num_items: int) -> Any:
+        """Serve a call from a graph of its own, or in eager mode."""
+        if self._exact is not None and reason in _BEYOND_BUDGETS and not self.backend.busy():
+            try:
+                with self._lock:
+                    output, key = self._exact.serve(mm_kwargs, reason, self._room())
+            except Refusal as refusal:
+                reason = refusal.reason
+            else:
+                self._changes.replayed(fresh=self._stats.replays(key) == 0)
+                self._stats.replayed(key, num_items, key.token_budget)
+                return output
+        self._stats.missed(reason, num_items)
         return self.model.embed_multimodal(**mm_kwargs)
+
+    def _refuse_mode(self, mm_kwargs: Mapping[str, Any]) -> None:
+        """Raise ``Refusal`` where not even a graph of its own could serve the call now."""
+        try:
+            self.model.item_specs(mm_kwargs)
+        except Refusal as refusal:
+            if refusal.reason not in _BEYOND_BUDGETS:
+                raise
+        if self.backend.busy():
+            raise Refusal(Reason.COMPILING)
+
+    def _out_of_date(self) -> bool:
+        """Free graphs that are no longer right; whether eager mode has to serve for now."""
+        if self.backend.busy():
+            return False
+        with self._lock:
+            return self._changes.noticed()
+
+    def _room(self) -> int:
+        """How many graphs of exact calls there may be."""
+        return self.config.max_graphs - len(self._store.entries) if self._lazy else 0
 
     def _plan(self, batch: EncoderBatch) -> Plan:
         """A plan whose replays are all captured; captures what it needs where that is allowed."""
@@ -223,16 +330,17 @@ class EncoderCudaGraphManager:
             for key in sorted(missing, key=lambda k: -k.token_budget):
                 if len(self._store.entries) < self.config.max_graphs:
                     self._capture(key)
+            self._changes.captured()
         self._plans[batch] = plan
         if len(self._plans) > _CACHED_PLANS:
             self._plans.popitem(last=False)
         return plan
 
     def _graphs(self) -> Graphs:
-        lazy = self.config.capture == "lazy"
         room = len(self._store.entries) < self.config.max_graphs
-        missing = Reason.GRAPH_LIMIT if lazy and not room else Reason.NOT_CAPTURED
-        return Graphs(self._store.entries.keys(), self._store.failed, lazy and room, missing)
+        missing = Reason.GRAPH_LIMIT if self._lazy and not room else Reason.NOT_CAPTURED
+        may_capture = self._lazy and room
+        return Graphs(self._store.entries.keys(), self._store.failed, may_capture, missing)
 
     @torch.no_grad()
     def _run_plan(
@@ -241,8 +349,8 @@ class EncoderCudaGraphManager:
         layout = self._store.entries[plan.replays[0].key].layout
         collector = Collector(layout, batch)
         for part in plan.eager:
-            self._stats.missed(part.reason, len(part.items))
-            output = self.model.embed_multimodal(**self.model.select_items(mm_kwargs, part.items))
+            call = self.model.select_items(mm_kwargs, part.items)
+            output = self._beyond_budgets(call, part.reason, len(part.items))
             collector.add(part.items, self._store.eager_tensors(output))
         with self.backend.ordered():
             for replay in plan.replays:
@@ -264,4 +372,11 @@ class EncoderCudaGraphManager:
     def _capture(self, key: GraphKey) -> CaptureError | None:
         """Capture `key`; plans made before don't know of it, or that it failed."""
         self._plans.clear()
-        return self._store.capture(key)
+        error = self._store.capture(key)
+        self._make_room()
+        return error
+
+    def _make_room(self) -> None:
+        """Let graphs of exact calls give way to those of budgets."""
+        if self._exact is not None:
+            self._exact.shrink(self.config.max_graphs - len(self._store.entries))

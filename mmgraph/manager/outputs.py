@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mmgraph.errors import CaptureError
+from mmgraph.graphs.trees import fields_of, reordered
 from mmgraph.types import EncoderBatch
 
 __all__ = ["Collector", "OutputLayout", "flatten_outputs"]
@@ -32,12 +33,14 @@ class OutputLayout:
         slots: Index into `leaves` of each leaf of the tree, or ``None`` for a constant.
         constants: Values of the leaves that are no tensors.
         tree: The structure around the leaves.
+        order: Fields of an output of transformers, in the order in which the tower gave them.
     """
 
     leaves: tuple[_Leaf, ...]
     slots: tuple[int | None, ...]
     constants: tuple[Any, ...]
     tree: Any
+    order: tuple[str, ...]
 
     @classmethod
     def record(
@@ -58,7 +61,7 @@ class OutputLayout:
         constants = tuple(
             None if slot is not None else v for v, slot in zip(flat, slots, strict=True)
         )
-        return cls(leaves, slots, constants, tree), tensors
+        return cls(leaves, slots, constants, tree, fields_of(output)), tensors
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put flat tensors back into the encoder's own structure."""
@@ -66,7 +69,8 @@ class OutputLayout:
             constant if slot is None else tensors[slot]
             for slot, constant in zip(self.slots, self.constants, strict=True)
         ]
-        return pytree.tree_unflatten(values, self.tree)
+        built = pytree.tree_unflatten(values, self.tree)
+        return reordered(built, self.order)
 
     def split(self, tensor: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """Split the first tensor of an output by item; views, (rows, D) each where it is packed."""

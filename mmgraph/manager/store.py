@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from mmgraph.errors import CaptureError
-from mmgraph.graphs import BufferArena, CapturedGraph, GraphBackend, StaticBuffers
+from mmgraph.graphs import BufferArena, CapturedGraph, GraphBackend, StaticBuffers, clean_up
+from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
-from mmgraph.manager.outputs import OutputLayout, flatten_outputs
-from mmgraph.manager.verify import largest_error, max_error
+from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
+from mmgraph.manager.verify import largest_error, max_error, shortest
 from mmgraph.policy import segment_tier
-from mmgraph.protocol import SupportsEncoderCudaGraph
+from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
 from mmgraph.types import EncoderFacts, GraphKey, Reason
 
 __all__ = ["Entry", "GraphStore"]
@@ -39,6 +40,8 @@ class GraphStore:
         entries: Graphs by key.
         failed: Keys that can't be captured, and why.
         arenas: Static buffers by call signature, each at its largest size.
+        backend: Captures the graphs.
+        device: Where the buffers are.
     """
 
     def __init__(
@@ -52,45 +55,111 @@ class GraphStore:
         self.entries: dict[GraphKey, Entry] = {}
         self.failed: dict[GraphKey, Reason] = {}
         self.arenas: dict[Hashable, BufferArena] = {}
+        self.backend = backend
+        self.device = device
         self._model = model
         self._facts = facts
-        self._backend = backend
-        self._device = device
         self._largest_budget = largest_budget
         self._warn_once = WarnOnce(get_logger(__name__))
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all graphs in bytes."""
-        return sum(entry.graph.num_bytes for entry in self.entries.values())
+        """Device memory of all graphs and static buffers in bytes."""
+        graphs = sum(entry.graph.num_bytes for entry in self.entries.values())
+        return graphs + sum(arena.num_bytes for arena in self.arenas.values())
+
+    def twin(self, backend: GraphBackend) -> GraphStore:
+        """An empty store for the same encoder on another backend."""
+        return GraphStore(self._model, self._facts, backend, self.device, self._largest_budget)
 
     def clear(self) -> None:
         """Free every graph and buffer, and forget what failed."""
+        self.backend.settle()
         for entry in self.entries.values():
             entry.graph.close()
         self.entries.clear()
         self.arenas.clear()
         self.failed.clear()
 
+    def use_budgets(self, budgets: tuple[int, ...]) -> list[GraphKey]:
+        """Free the graphs of other budgets than the ascending `budgets`; return their keys.
+
+        Buffers never grow under live graphs: where they are too small, all graphs go.
+        """
+        grows = budgets[-1] > self._largest_budget
+        gone = [key for key in self.entries if grows or key.token_budget not in budgets]
+        if gone:
+            self.backend.settle()
+        for key in gone:
+            self.entries.pop(key).graph.close()
+        read = {key.signature for key in self.entries}
+        for signature in self.arenas.keys() - read:
+            del self.arenas[signature]
+        if not self.arenas:
+            self._largest_budget = budgets[-1]
+        for key, reason in list(self.failed.items()):
+            if key.token_budget not in budgets or reason is Reason.OUT_OF_MEMORY:
+                del self.failed[key]
+        return gone
+
     def capture(self, key: GraphKey) -> CaptureError | None:
         """Capture `key`; on failure remember that, warn once and return the error."""
         self.failed.pop(key, None)
+        error = self.attempt(key)
+        if error is not None:
+            no_memory = ran_out_of_memory(error)
+            self.failed[key] = Reason.OUT_OF_MEMORY if no_memory else Reason.CAPTURE_FAILED
+            # Its text only: whoever keeps log records must not keep the frames of a failed capture.
+            why = str(error)
+            self._warn_once(
+                key.signature, "%s runs in eager mode for %s: %s", self._facts.name, key, why
+            )
+        return error
+
+    def attempt(self, key: GraphKey) -> CaptureError | None:
+        """Capture `key` and say nothing; where memory runs out, free what the attempt left."""
         try:
             self.entries[key] = self._capture(key)
-        except CaptureError as error:
-            self.failed[key] = Reason.CAPTURE_FAILED
-            if not any(other.signature == key.signature for other in self.entries):
-                self.arenas.pop(key.signature, None)  # buffers that no graph reads
-            self._warn_once(
-                key.signature, "%s runs in eager mode for %s: %s", self._facts.name, key, error
-            )
-            return error
-        return None
+            return None
+        except CaptureError as caught:
+            error = caught
+        if not any(other.signature == key.signature for other in self.entries):
+            self.arenas.pop(key.signature, None)  # buffers that no graph reads
+        if ran_out_of_memory(error):
+            without_frames(error)
+            clean_up()
+        return error
 
     def _capture(self, key: GraphKey) -> Entry:
+        """Capture `key`; the first time also without what is on trial, and keep the faster one."""
+        model = self._model
+        if not (self.backend.is_timed and isinstance(model, SupportsTrial) and model.on_trial):
+            return self._capture_checked(key)
+        with model.without_options():
+            plain = self._capture_checked(key)
+        try:
+            entry = self._capture_checked(key)
+        except CaptureError as error:
+            model.decide(str(error))
+            return plain
+        seconds, plain_seconds = (shortest(self.backend, e.graph.replay) for e in (entry, plain))
+        faster = seconds < plain_seconds
+        kept, dropped = (entry, plain) if faster else (plain, entry)
+        kept.graph.num_bytes += dropped.graph.num_bytes  # the pool keeps what either took
+        dropped.graph.close()
+        ms, plain_ms = 1e3 * seconds, 1e3 * plain_seconds
+        model.decide(None if faster else f"{ms:.2f} ms, as they are {plain_ms:.2f} ms")
+        return kept
+
+    def _capture_checked(self, key: GraphKey) -> Entry:
         start = time.perf_counter()
-        with self._backend.ordered():  # the examples go where other graphs may still be reading
-            buffers = self._arena(key).views(self._model.capture_inputs(key))
+        try:
+            with self.backend.ordered():  # the examples go where other graphs may still be reading
+                buffers = self._arena(key).views(self._model.capture_inputs(key))
+        except torch.OutOfMemoryError as error:
+            raise CaptureError(
+                f"no memory for buffers of {self._largest_budget} tokens: lower the budgets"
+            ) from error
         recorded: list[OutputLayout] = []
 
         def run(views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -99,7 +168,7 @@ class GraphStore:
             return tensors
 
         with torch.inference_mode():
-            graph = self._backend.capture(run, buffers.views)
+            graph = self.backend.capture(run, buffers.views)
         entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start)
         if self._facts.probes is not None:
             self._check(entry, key, self._facts.probes(key))
@@ -113,16 +182,18 @@ class GraphStore:
                 eager = self.eager_tensors(self._model.embed_multimodal(**call))
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
-                with self._backend.ordered():
+                collector = Collector(entry.layout, batch)
+                with self.backend.ordered():
                     entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
-                    worst = largest_error(entry.graph.replay(), eager)
+                    collector.add(items, entry.graph.replay())
+                worst = largest_error(collector.results, eager)
                 if not worst <= max_error(eager):
                     raise CaptureError(
                         f"its graph differs from eager mode by {worst:.1e} on a probe"
                     )
-        except Exception as error:
+        except BaseException as error:
             entry.graph.close()
-            if isinstance(error, CaptureError):
+            if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise CaptureError(f"eager mode can't answer a probe: {error}") from error
 
@@ -143,12 +214,7 @@ class GraphStore:
         arena = self.arenas.get(key.signature)
         if arena is None:
             largest = self._model.capture_inputs(self._largest_key(key))
-            try:
-                arena = BufferArena(largest, self._device)
-            except torch.OutOfMemoryError as error:
-                raise CaptureError(
-                    f"no memory for buffers of {self._largest_budget} tokens: lower the budgets"
-                ) from error
+            arena = BufferArena(largest, self.device)
             self.arenas[key.signature] = arena
         return arena
 

@@ -1,15 +1,20 @@
-"""How far a graph may be from eager mode, without a reference that is better than both."""
+"""Whether a graph may serve: how far it may be from eager mode, and how long it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["largest_error", "max_error"]
+from mmgraph.graphs import GraphBackend
+
+__all__ = ["largest_error", "max_error", "shortest"]
 
 _FLOAT32 = 1e-3
 _HALF = 0.1
+_RUNS = 3
 
 
 def largest_error(ours: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> float:
@@ -24,6 +29,19 @@ def max_error(eager: Sequence[torch.Tensor]) -> float:
     """What rounding may account for: two kernels in half precision are rarely 5 % apart."""
     narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in eager)
     return _HALF if narrow else _FLOAT32
+
+
+def shortest(backend: GraphBackend, run: Callable[[], Any]) -> float:
+    """Seconds of the shortest of a few synchronised runs."""
+    times = []
+    with backend.ordered():
+        for _ in range(_RUNS):
+            backend.synchronize()
+            start = time.perf_counter()
+            run()
+            backend.synchronize()
+            times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
+from collections.abc import Mapping
 
 import pytest
 import torch
 
-from mmgraph import CaptureError, GraphKey, Reason
+from mmgraph import BufferSpec, CaptureError, EncoderCudaGraphManager, GraphKey, Reason
+from mmgraph.graphs import BufferArena, CapturedGraph
+from mmgraph.graphs.backend import Runnable
+from mmgraph.graphs.gc_freeze import frozen_by_somebody
 from tests.manager.engine import (
     BUDGETS,
+    CPU,
     MeasuredBackend,
     assert_items_equal,
     call_of,
@@ -23,7 +29,9 @@ def test_capture_records_every_budget_largest_first_and_returns_its_bytes() -> N
     backend, seen = MeasuredBackend(), list[GraphKey]()
     manager = make_manager(backend=backend, max_items=4)
     keys = manager.keys_to_capture()
-    assert manager.capture(progress=seen.append) == 1024 * len(keys)
+    num_bytes = manager.capture(progress=seen.append)
+    (arena,) = manager._store.arenas.values()
+    assert num_bytes == 1024 * len(keys) + arena.num_bytes
     assert seen == keys
     assert [key.token_budget for key in keys] == sorted(
         [key.token_budget for key in keys], reverse=True
@@ -57,7 +65,7 @@ def test_capture_leaves_the_collector_and_the_random_numbers_as_they_were() -> N
     state = torch.get_rng_state()
     make_manager().capture()
     assert torch.equal(torch.get_rng_state(), state)
-    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    assert (gc.isenabled(), frozen_by_somebody()) == (True, False)
 
 
 def test_what_was_captured_up_front_serves_every_call_that_it_fits() -> None:
@@ -145,8 +153,68 @@ def test_no_memory_for_buffers_means_eager_mode(
     manager, call = make_manager(), call_of([4, 2])
     monkeypatch.setattr("mmgraph.manager.store.BufferArena", no_memory)
     assert_items_equal(manager.execute(call), manager.model, call)
-    assert manager.stats().misses == {Reason.CAPTURE_FAILED: 2}
+    assert manager.stats().misses == {Reason.OUT_OF_MEMORY: 2}
     assert "no memory for buffers of 32 tokens: lower the budgets" in caplog.text
+
+
+class HungryBackend(MeasuredBackend):
+    """Has no memory for graphs of more than `rows` rows, and says what the last attempt holds."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.held: weakref.ref[torch.Tensor] | None = None
+
+    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        assert self.held is None or self.held() is None
+        graph, activation = super().capture(run, buffers), torch.ones(4)
+        if self.captured[-1] > self.rows:
+            self.held = weakref.ref(activation)
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            except torch.OutOfMemoryError as error:
+                raise CaptureError(f"the capture failed: {error}") from error
+        return graph
+
+
+def test_without_memory_smaller_budgets_are_tried_and_nothing_is_held() -> None:
+    backend = HungryBackend(8)
+    manager = make_manager(backend=backend, capture="upfront", max_items=1)
+    arena_bytes = BufferArena(specs_of_largest(manager), CPU).num_bytes
+    assert manager.capture() == 1024 + arena_bytes
+    assert backend.captured == [32, 16, 8]
+    assert list(manager._store.failed.values()) == [Reason.OUT_OF_MEMORY] * 2
+    assert manager.is_captured()
+    assert (gc.isenabled(), frozen_by_somebody()) == (True, False)
+    backend.rows = 32
+    manager.capture()
+    assert manager._store.failed == {}
+
+
+def specs_of_largest(manager: EncoderCudaGraphManager) -> dict[str, BufferSpec]:
+    key = manager.keys_to_capture()[0]
+    return manager.model.capture_inputs(manager._store._largest_key(key))
+
+
+def test_without_memory_for_any_budget_the_first_failure_is_raised_in_the_end() -> None:
+    backend = HungryBackend(0)
+    manager = make_manager(backend=backend, capture="upfront", max_items=1)
+    with pytest.raises(CaptureError, match="CUDA out of memory"):
+        manager.capture()
+    assert backend.captured == [32, 16, 8]
+    assert not manager.is_captured()
+    assert manager._store.arenas == {}
+    call = call_of([4])
+    assert_items_equal(manager.execute(call), manager.model, call)
+
+
+def test_without_memory_on_use_the_reason_is_counted() -> None:
+    manager = make_manager(backend=HungryBackend(8))
+    for lengths in ([16], [8], [16]):
+        call = call_of(lengths)
+        assert_items_equal(manager.execute(call), manager.model, call)
+    assert manager.stats().misses == {Reason.OUT_OF_MEMORY: 2}
+    assert manager.stats().hits == 1
 
 
 def test_buffers_that_no_graph_reads_are_freed() -> None:
@@ -191,10 +259,10 @@ def test_a_budget_that_fails_leaves_the_others_captured() -> None:
     with pytest.raises(CaptureError, match="no kernel for 32 tokens"):
         manager.capture()  # the largest comes first: there is nothing yet
     assert not manager.is_captured()
-    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    assert (gc.isenabled(), frozen_by_somebody()) == (True, False)
     manager = make_manager(encoder, MeasuredBackend(), max_items=1)
     manager.execute(call_of([8]))
-    assert manager.capture() == 1024
+    assert manager.capture() == 1024  # the buffers were there
     assert {graph.key.token_budget for graph in manager.stats().graphs} == {8, 16}
 
 

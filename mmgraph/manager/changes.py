@@ -1,0 +1,67 @@
+"""What happens when an encoder is no longer what its graphs were captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from mmgraph.log import WarnOnce, get_logger
+from mmgraph.protocol import SupportsChanges
+
+__all__ = ["Changes"]
+
+_MAX_IN_A_ROW = 3
+_FEW_REPLAYS = 10
+
+
+class Changes:
+    """Compares the encoder with what was captured, before each call.
+
+    Args:
+        model: The encoder; one that doesn't implement ``SupportsChanges`` never changes.
+        name: For messages.
+        recapture: Whether graphs may come back by themselves.
+        free: Frees every graph.
+    """
+
+    def __init__(
+        self, model: object, name: str, *, recapture: bool, free: Callable[[], None]
+    ) -> None:
+        self._version = model.version if isinstance(model, SupportsChanges) else lambda: None
+        self._name = name
+        self._recapture = recapture
+        self._free = free
+        self._captured: Hashable = self._version()
+        self._in_a_row = self._replays = 0
+        self._given_up = False
+        self._warn_once = WarnOnce(get_logger(__name__))
+
+    def noticed(self) -> bool:
+        """Free graphs that are out of date; whether calls have to run in eager mode now."""
+        version = self._version()
+        if version == self._captured:
+            return self._given_up
+        self._captured = version
+        self._in_a_row = self._in_a_row + 1 if self._replays < _FEW_REPLAYS else 1
+        self._replays = 0
+        self._free()
+        # An encoder that changes at each of its own calls would be captured at each call.
+        self._given_up = not self._recapture or self._in_a_row > _MAX_IN_A_ROW
+        then = "it runs in eager mode" if self._given_up else "its graphs are captured again"
+        self._warn_once(then, "%s has changed since it was captured: %s", self._name, then)
+        return self._given_up
+
+    def replayed(self, *, fresh: bool = False) -> None:
+        """Note that a graph served a call; a `fresh` one was captured for it."""
+        self._replays += 1
+        if fresh:
+            self.captured()
+
+    def captured(self) -> None:
+        """Note that graphs were captured from the encoder as it is now."""
+        self._captured = self._version()
+
+    def reset(self) -> None:
+        """Forget what was noticed."""
+        self._captured = self._version()
+        self._given_up = False
+        self._in_a_row = self._replays = 0

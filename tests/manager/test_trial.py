@@ -1,0 +1,114 @@
+"""Steps for speed are kept only where a graph with them is right and faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mmgraph.manager.store
+from mmgraph import GraphConfig
+from mmgraph.encoders import Preparation, encoder_for, find_towers
+from mmgraph.graphs.trace import TraceBackend
+from mmgraph.manager import EncoderCudaGraphManager
+from mmgraph.recipes import load_recipe
+
+
+class Timed(TraceBackend):
+    is_timed = True
+
+
+class Trial:
+    """A tower whose blocks are "compiled" to what a test wants, and clocks that say what it wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.factor = 1.0
+        self.seconds: dict[bool, float] = {True: 1.0, False: 2.0}
+        self.error: Exception | None = None
+        self.captured: list[bool] = []
+        self.tower: nn.Module = load_recipe("siglip:tiny").build_encoder()
+        tower = find_towers(self.tower)[0]
+        self.preparation = Preparation(self.tower, "tower", compile_blocks=True)
+        self.encoder = encoder_for(tower, "forward", self.preparation)
+        monkeypatch.setattr("mmgraph.encoders.preparation.compiled_blocks", self._compiled)
+        monkeypatch.setattr(mmgraph.manager.store, "shortest", self._shortest)
+        self.manager = EncoderCudaGraphManager(
+            GraphConfig(row_budgets=(1, 2)),
+            torch.device("cpu"),
+            torch.float32,
+            self.encoder,
+            backend=Timed(),
+        )
+
+    def call(self, rows: int) -> Any:
+        side = self.tower.config.image_size
+        x = torch.randn(rows, 3, side, side)
+        ours = self.manager.run({"pixel_values": x})
+        return ours.last_hidden_state, self.tower(x).last_hidden_state
+
+    @contextmanager
+    def _compiled(self, module: nn.Module) -> Iterator[None]:
+        if self.error is not None:
+            raise self.error
+        norm = next(m for m in module.modules() if isinstance(m, nn.LayerNorm))
+        forward = norm.forward
+        norm.__dict__["forward"] = lambda x: forward(x) * self.factor
+        try:
+            yield
+        finally:
+            del norm.__dict__["forward"]
+
+    def _shortest(self, backend: Any, replay: Any) -> float:
+        """The store times the graph with the steps first."""
+        self.captured.append(not self.captured or not self.captured[-1])
+        return self.seconds[self.captured[-1]]
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
+    return Trial(monkeypatch)
+
+
+@torch.no_grad()
+def test_steps_that_are_faster_are_kept_for_all_budgets(trial: Trial) -> None:
+    trial.factor = 1 + 1e-4  # within what probes allow, so that the tests can tell
+    for rows in (1, 2):
+        ours, plain = trial.call(rows)
+        assert not torch.equal(ours, plain)
+        torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
+    assert len(trial.captured) == 2  # one trial, at the first capture
+    assert trial.preparation.no_compile is None
+    assert not trial.preparation.on_trial
+
+
+@torch.no_grad()
+def test_steps_that_are_slower_are_dropped(trial: Trial) -> None:
+    trial.factor, trial.seconds = 1 + 1e-4, {True: 3e-3, False: 2e-3}
+    for rows in (1, 2):
+        ours, plain = trial.call(rows)
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+    assert trial.preparation.no_compile == "3.00 ms, as they are 2.00 ms"
+    assert len(trial.captured) == 2
+
+
+@torch.no_grad()
+def test_steps_that_are_wrong_are_dropped(trial: Trial) -> None:
+    trial.factor = 1.5
+    for rows in (1, 2):
+        ours, plain = trial.call(rows)
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+    assert "differs from eager mode" in str(trial.preparation.no_compile)
+    assert trial.manager.stats().hits == 3
+
+
+@torch.no_grad()
+def test_steps_that_fail_are_dropped(trial: Trial) -> None:
+    trial.error = RuntimeError("no compiler here")
+    ours, plain = trial.call(2)
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+    assert "no compiler here" in str(trial.preparation.no_compile)
+    assert trial.manager.stats().hits == 2
