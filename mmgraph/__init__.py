@@ -15,8 +15,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "BatchDescriptor": "graphs",
+    "BreakableCUDAGraphWrapper": "graphs",
+    "BufferSpec": "types",
+    "CUDAGraphMode": "graphs",
+    "CUDAGraphWrapper": "graphs",
     "CaptureError": "errors",
+    "CaptureSummary": "orchestration",
     "ConfigError": "errors",
+    "DecoderGraphs": "orchestration",
     "EncoderBatch": "types",
     "EncoderCudaGraphManager": "manager",
     "EncoderFacts": "types",
@@ -24,7 +31,7 @@ _EXPORTS = {
     "EncoderRunner": "runner",
     "EncoderState": "state",
     "EncoderStats": "stats",
-    "BufferSpec": "types",
+    "ForwardContext": "graphs",
     "GraphConfig": "config",
     "GraphKey": "types",
     "Handle": "attachment",
@@ -36,7 +43,13 @@ _EXPORTS = {
     "SupportsEncoderCudaGraph": "protocol",
     "UnsupportedModelError": "errors",
     "attach": "attachment",
+    "break_at_modules": "graphs",
+    "capture_model": "orchestration",
+    "current_forward_context": "graphs",
+    "eager_break": "graphs",
+    "forward_context": "graphs",
     "freeze_gc_for_cudagraph_capture": "graphs",
+    "shutdown": "attachment",
     "supports_encoder_cudagraph": "protocol",
 }
 

@@ -10,9 +10,15 @@ import pytest
 import mmgraph
 
 PUBLIC = [
+    "BatchDescriptor",
+    "BreakableCUDAGraphWrapper",
     "BufferSpec",
+    "CUDAGraphMode",
+    "CUDAGraphWrapper",
     "CaptureError",
+    "CaptureSummary",
     "ConfigError",
+    "DecoderGraphs",
     "EncoderBatch",
     "EncoderCudaGraphManager",
     "EncoderFacts",
@@ -20,6 +26,7 @@ PUBLIC = [
     "EncoderRunner",
     "EncoderState",
     "EncoderStats",
+    "ForwardContext",
     "GraphConfig",
     "GraphKey",
     "Handle",
@@ -32,7 +39,13 @@ PUBLIC = [
     "UnsupportedModelError",
     "__version__",
     "attach",
+    "break_at_modules",
+    "capture_model",
+    "current_forward_context",
+    "eager_break",
+    "forward_context",
     "freeze_gc_for_cudagraph_capture",
+    "shutdown",
     "supports_encoder_cudagraph",
 ]
 REPORT = (

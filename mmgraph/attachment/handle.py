@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +11,25 @@ from torch import nn
 from tqdm import tqdm
 
 from mmgraph.attachment.features import FeatureModel, feature_functions
+from mmgraph.attachment.lifetime import register
+from mmgraph.attachment.refit import refit
 from mmgraph.attachment.report import render_report
 from mmgraph.attachment.wrap import AttachedMethod, rehearsal
 from mmgraph.config import GraphConfig
-from mmgraph.encoders import Tower, TowerEncoder, encoder_for, find_towers
+from mmgraph.encoders import (
+    Preparation,
+    Tower,
+    TowerEncoder,
+    TowerWatch,
+    encoder_for,
+    find_towers,
+    first_parameter,
+    placement_problem,
+)
 from mmgraph.errors import CaptureError, ConfigError, UnsupportedModelError
 from mmgraph.graphs import GraphBackend, select_backend
 from mmgraph.log import get_logger
+from mmgraph.manager import EncoderCudaGraphManager, estimate
 from mmgraph.runner import EncoderRunner
 from mmgraph.state import EncoderState
 from mmgraph.stats import EncoderStats
@@ -71,14 +82,17 @@ class Handle:
         self.model = model
         self.config = config
         self._backends: dict[torch.device, GraphBackend] = {}
+        self._preparations = {tower: _prepare(tower, config) for tower in towers}
+        self._watches = {tower: TowerWatch(tower.module) for tower in towers}
         self._methods = [
-            self._make_method(encoder_for(tower, method))
-            for tower in towers
+            self._make_method(encoder_for(tower, method, preparation, self._watches[tower]))
+            for tower, preparation in self._preparations.items()
             for method in tower.methods
         ]
         for method in self._methods:
             method.install()
         self._attached = True
+        register(self, *self._methods)
 
     @property
     def towers(self) -> list[str]:
@@ -92,18 +106,75 @@ class Handle:
             graph_pool: Pool handle to allocate from; by default one of our own.
 
         Returns:
-            Bytes of device memory that the captures took.
+            Bytes of device memory that the captures and their static buffers took.
 
         Raises:
             CaptureError: An encoder can't be captured.
         """
-        self._rehearse()
-        managers = [m.manager for m in self._methods if m.manager is not None]
-        total = sum(len(manager.keys_to_capture()) for manager in managers)
+        managers = self.prepare_capture()
+        total = sum(len(manager.upfront.keys_with_room()) for manager in managers)
         with tqdm(total=total, desc="capture", disable=not self.config.progress) as bar:
             return sum(
                 manager.capture(graph_pool, progress=lambda _: bar.update()) for manager in managers
             )
+
+    def estimate(self) -> int:
+        """Bytes of device memory that ``capture()`` would take, within about 15 %.
+
+        Some graphs are captured into a pool of their own and freed again; nothing remains. Where
+        graphs are captured already it is an upper bound.
+
+        Raises:
+            CaptureError: An encoder can't be captured.
+        """
+        return estimate([manager.upfront for manager in self.prepare_capture()])
+
+    def refit(self, budgets: int = 16) -> dict[str, tuple[int, ...]]:
+        """Fit the budgets of each encoder to the calls that it saw since it was attached.
+
+        Graphs of budgets that stay are kept, unless the largest grows. New ones are captured on
+        use, or now with ``capture="upfront"``. An encoder that saw no call stays as it is.
+
+        Args:
+            budgets: How many an encoder may have.
+
+        Returns:
+            The ascending budgets, in tokens, of each encoder that can have graphs.
+
+        Raises:
+            ConfigError: `budgets` is no positive integer.
+            CaptureError: With ``capture="upfront"``: an encoder can't be captured.
+        """
+        changed = refit(self._managers(), budgets)
+        if changed and self._attached and self.config.capture == "upfront":
+            self.capture()
+        return {manager.facts.name: manager.budgets for manager in self._managers()}
+
+    def prepare_capture(self) -> list[EncoderCudaGraphManager]:
+        """Rehearse the model, and return what is to be captured, in order.
+
+        Raises:
+            UnsupportedModelError: The input shape of no encoder can be read off it.
+        """
+        managers = [m.manager for m in self._methods if m.manager is not None]
+        if managers and self._attached:
+            self._rehearse()
+        known: list[EncoderCudaGraphManager] = []
+        for manager in managers:
+            try:
+                manager.keys_to_capture()
+            except UnsupportedModelError as error:
+                if manager is managers[-1] and not known:
+                    raise
+                _logger.warning("%s isn't captured up front: %s", manager.facts.name, error)
+            else:
+                known.append(manager)
+        return known
+
+    @property
+    def closed_gates(self) -> list[Reason]:
+        """Why encoders can't be captured; empty if all can."""
+        return [m.closed for m in self._methods if m.closed is not None]
 
     def is_captured(self) -> bool:
         """Whether calls may be replayed."""
@@ -132,18 +203,7 @@ class Handle:
 
     def stats(self) -> EncoderStats:
         """Counters of all encoders together."""
-        parts = self.stats_by_tower().values()
-        misses: Counter[Reason] = Counter()
-        for part in parts:
-            misses.update(part.misses)
-        return EncoderStats(
-            calls=sum(p.calls for p in parts),
-            hits=sum(p.hits for p in parts),
-            misses=dict(misses),
-            tokens=sum(p.tokens for p in parts),
-            padding=sum(p.padding for p in parts),
-            graphs=tuple(graph for p in parts for graph in p.graphs),
-        )
+        return EncoderStats.of_all(self.stats_by_tower().values())
 
     def stats_by_tower(self) -> dict[str, EncoderStats]:
         """Counters of each encoder."""
@@ -154,7 +214,8 @@ class Handle:
 
     def report(self) -> str:
         """A text for people: graphs, hits and misses by reason, padding, memory, capture time."""
-        return render_report(type(self.model).__name__, self.stats_by_tower())
+        prepared = {m.encoder.name: m.encoder.preparation.describe() for m in self._methods}
+        return render_report(type(self.model).__name__, self.stats_by_tower(), prepared)
 
     def clear(self) -> None:
         """Free all graphs and stay attached."""
@@ -169,6 +230,22 @@ class Handle:
             for method in reversed(self._methods):
                 method.remove()
             self.clear()
+            for preparation in self._preparations.values():
+                preparation.undo()
+            for watch in self._watches.values():
+                watch.forget()
+
+    def shutdown(self) -> None:
+        """Detach, and let go of pools and backends; a second call does nothing.
+
+        Unlike after :meth:`detach`, nothing is captured any more even if somebody still holds what
+        was wrapped. Call it, or ``mmgraph.shutdown()`` for all handles, before the weights go and
+        before ``torch.distributed.destroy_process_group()``.
+        """
+        self.detach()
+        for method in reversed(self._methods):
+            method.shutdown()
+        self._backends.clear()
 
     def __enter__(self) -> Handle:
         return self
@@ -187,6 +264,9 @@ class Handle:
         )
         closed = None if state.closed is None else state.closed.reason
         return AttachedMethod(encoder, state.manager, closed)
+
+    def _managers(self) -> list[EncoderCudaGraphManager]:
+        return [m.manager for m in self._methods if m.manager is not None]
 
     def _backend(self, device: torch.device) -> GraphBackend:
         if device not in self._backends:
@@ -214,6 +294,21 @@ class Handle:
                     encoder.name,
                     error,
                 )
+
+
+def _prepare(tower: Tower, config: GraphConfig) -> Preparation:
+    """Make a tower ready for fast graphs, unless it will have none."""
+    device = first_parameter(tower.module)().device
+    has_graphs = config.cudagraph_mm_encoder and not config.enforce_eager
+    on_gpu = device.type == "cuda" and config.backend != "trace"
+    if not (has_graphs and on_gpu) or placement_problem(tower.module) is not None:
+        return Preparation(tower.module, tower.name)
+    return Preparation(
+        tower.module,
+        tower.name,
+        align_weights=config.align_weights,
+        compile_blocks=config.compile_blocks,
+    )
 
 
 class _Rehearsed(Exception):

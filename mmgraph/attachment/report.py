@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mmgraph.stats import EncoderStats
 
 __all__ = ["render_report"]
 
 
-def render_report(model_name: str, stats: Mapping[str, EncoderStats]) -> str:
-    """Return a few lines a tower: what was served how, and what it cost."""
+def render_report(
+    model_name: str, stats: Mapping[str, EncoderStats], prepared: Mapping[str, Sequence[str]]
+) -> str:
+    """Return a few lines a tower: what was served how, what it cost, and how it was prepared."""
     lines = [f"mmgraph on {model_name}"]
     for name, s in stats.items():
         lines += ["", f"{name}: {s.calls} calls, {s.items} items"]
         lines.append(f"  replayed  {s.hits} items in {s.replays} replays{_padding(s)}")
         lines += [f"  eager     {n} items: {reason.value}" for reason, n in s.misses.items()]
+        lines += [f"  prepared  {line}" for line in prepared.get(name, ())]
         if s.graphs:
             lines.append(
                 f"  graphs    {len(s.graphs)}, {s.graph_bytes / 2**20:.1f} MiB, "

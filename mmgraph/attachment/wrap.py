@@ -77,8 +77,9 @@ class AttachedMethod:
         listener = _listener.get()
         if listener is not None:
             listener(encoder, call)
-        if self.manager is not None:
-            return self.manager.run(call)
+        manager = self.manager
+        if manager is not None:
+            return manager.run(call)
         assert self.closed is not None
         self.stats.called()
         self.stats.missed(self.closed, self._num_items(call))
@@ -100,9 +101,18 @@ class AttachedMethod:
         else:
             self.module.__dict__[method] = self._before
 
+    def shutdown(self) -> None:
+        """Leave the module and free all graphs for good; counters stay, later calls are eager."""
+        self.remove()
+        manager = self.manager
+        if manager is not None:
+            self.closed, self.stats, self.manager = Reason.DETACHED, manager.counters, None
+            manager.shutdown()
+
     def _count_miss(self, reason: Reason) -> None:
-        if self.manager is not None:
-            self.manager.count_miss(reason)
+        manager = self.manager
+        if manager is not None:
+            manager.count_miss(reason)
         else:
             self.stats.called()
             self.stats.missed(reason, 1)

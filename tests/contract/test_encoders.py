@@ -103,6 +103,7 @@ def test_other_outputs_are_graphs_of_their_own(case: Case, shared: Handle) -> No
     output = case.tower(**call, output_hidden_states=True)
     assert len(tensors(output)) > len(tensors(plain))
     eager = case.eager(call, output_hidden_states=True)
+    assert list(output.keys()) == list(eager.keys())  # indexing by number goes by it
     assert len(output.hidden_states) == len(eager.hidden_states)
     assert shared.stats().misses.get(Reason.CAPTURE_FAILED) is None
     case.assert_equal_to_eager(case.tower(**call), case.eager(call), call)
