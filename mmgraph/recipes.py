@@ -68,6 +68,14 @@ class Recipe:
     """Where the model holds the tower (`"model.visual"`); empty where the model is the encoder."""
     encoder_parameters_m: float | None = None
     """Parameters of the released tower in millions, by formula; None for tiny recipes."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """By argument of the tower's forward, what it holds, for towers that take more than their
+    layout says; empty for the others. `mmgraph.bench.inputs` knows the words and makes them."""
+    input_facts: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that `inputs` need and the tower's config lacks. `"merge"`: side in patches of the
+    groups that become one token (default 1). `"length"`: patches that each image is padded to, or
+    mel frames of a usual clip, where items have no size of their own. `"multiple"`: mel frames are
+    padded to a multiple of it."""
     overrides: Mapping[str, Any] = field(repr=False)
     """What the config sets, over the defaults of its class."""
 
@@ -218,13 +226,14 @@ def _construction(device: torch.device, dtype: torch.dtype, seed: int) -> Iterat
 
 @torch.no_grad()
 def _fill_blank_parameters(module: nn.Module) -> None:
-    """Draw what the library leaves at zero or unset (biases, position tables, class tokens).
+    """Draw what the library leaves at zero, at one or unset (biases, position tables).
 
-    Trained weights are not zero there, and a test on zeros passes by accident.
+    Trained weights are not all alike there, and a test on such passes by accident.
     """
     for parameter in module.parameters():
         if parameter.is_meta or not parameter.numel():
             continue
         largest = float(torch.linalg.vector_norm(parameter, float("inf")))
-        if not _BLANK_BELOW < largest < float("inf"):  # NaN is neither
+        blank = not _BLANK_BELOW < largest < float("inf")  # NaN is neither
+        if blank or (parameter.dim() > 1 and parameter.max() == parameter.min()):
             parameter.normal_(std=_BLANK_STD)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from mmgraph import recipes
+from mmgraph.bench.inputs import tower_inputs
 from mmgraph.errors import ConfigError, UnsupportedModelError
 from mmgraph.recipes import Recipe, families, list_recipes, load_recipe
 from tests.prompts import image_prompt
@@ -22,6 +25,21 @@ from tests.prompts import image_prompt
 TINY = [name for name in list_recipes() if name.endswith(":tiny")]
 RELEASED = [name for name in list_recipes() if not name.endswith(":tiny")]
 TOWER_IN_MODEL = [name for name in TINY if load_recipe(name).encoder_path]
+DECLARED = [name for name in TINY if load_recipe(name).inputs]
+PACKED, ROWS = (
+    [name for name in TINY if load_recipe(name).layout == layout and name not in DECLARED]
+    for layout in ("packed", "rows")
+)
+PROMPTED = [name for name in TOWER_IN_MODEL if name not in (*DECLARED, "whisper:tiny")]
+FEATURE_ARGUMENTS = {
+    "grid_thw": "image_grid_thw",
+    "merge_sizes": "image_merge_sizes",
+    "pixel_position_ids": "image_position_ids",
+}
+REWRITTEN = (
+    *("rope_parameters", "num_experts"),  # completed, renamed
+    *("global_head_dim", "num_global_key_value_heads"),  # become a config of single layers
+)
 MODELS = Path(__file__).parents[1] / "models"
 
 
@@ -30,6 +48,7 @@ def assert_sane(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         assert torch.isfinite(parameter).all(), name
         assert not parameter.numel() or parameter.abs().max() > 1e-3, name
+        assert parameter.dim() < 2 or parameter.max() > parameter.min(), name
 
 
 def relative_change(before: torch.Tensor, after: torch.Tensor) -> float:
@@ -105,7 +124,7 @@ def test_config_is_new_each_time_and_holds_the_overrides(name: str) -> None:
             assert values[key] == value
             continue
         for inner, inner_value in value.items():
-            if inner not in ("rope_parameters", "num_experts"):  # completed, renamed
+            if inner not in REWRITTEN:
                 assert values[key][inner] == inner_value, (key, inner)
 
 
@@ -160,7 +179,7 @@ def test_tiny_encoder_is_built_in_half_precision(name: str, dtype: torch.dtype) 
     assert_sane(encoder)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if load_recipe(name).layout == "packed"])
+@pytest.mark.parametrize("name", PACKED)
 def test_tiny_packed_encoder_feels_segments_and_grid(name: str) -> None:
     """With weights so small that attention hardly matters, wrong metadata would pass for right."""
     encoder = load_recipe(name).build_encoder()
@@ -180,7 +199,7 @@ def test_tiny_packed_encoder_feels_segments_and_grid(name: str) -> None:
     assert relative_change(one, wide) > 1e-2
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if load_recipe(name).layout == "rows"])
+@pytest.mark.parametrize("name", ROWS)
 def test_tiny_rows_encoder_mixes_the_tokens_of_a_row(name: str) -> None:
     recipe = load_recipe(name)
     encoder = recipe.build_encoder()
@@ -199,6 +218,36 @@ def test_tiny_rows_encoder_mixes_the_tokens_of_a_row(name: str) -> None:
     assert torch.isfinite(before).all()
     assert relative_change(before[0, 0], after[0, 0]) > 1e-3
     torch.testing.assert_close(before[1], after[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_tiny_encoder_with_declared_inputs_mixes_the_tokens_of_an_item(name: str) -> None:
+    recipe = load_recipe(name)
+    encoder = recipe.build_encoder()
+    items = [(90,), (150,)] if recipe.modalities == ("audio",) else [(1, 12, 6), (1, 6, 12)]
+    generator = torch.Generator().manual_seed(1)
+    call = tower_inputs(recipe, encoder.config, items, generator=generator)
+    first = next(iter(call))
+    changed = {**call, first: call[first].clone()}
+    changed[first][_end_of_first_item(recipe, encoder.config, items[0])] *= -1
+    with torch.inference_mode():
+        before, after = (
+            encoder(**arguments).last_hidden_state.flatten(0, -2) for arguments in (call, changed)
+        )
+    assert torch.isfinite(before).all()
+    assert relative_change(before[0], after[0]) > 1e-3
+    torch.testing.assert_close(before[-1], after[-1], rtol=1e-5, atol=1e-5)
+
+
+def _end_of_first_item(recipe: Recipe, config: Any, item: tuple[int, ...]) -> Any:
+    """Index of its second half in the main input."""
+    count = math.prod(item)
+    return {
+        "mel": lambda: (0, slice(None), slice(count // 2, count)),
+        "padded_patches": lambda: (0, slice(count // 2, count)),
+        "patches": lambda: slice(count // 2, count),
+        "pixels": lambda: (0, slice(None), slice(item[1] // 2 * config.patch_size, None)),
+    }[next(iter(recipe.inputs.values()))]()
 
 
 def test_a_failed_build_restores_the_default_dtype_and_the_generator() -> None:
@@ -224,7 +273,7 @@ def test_encoder_is_built_as_the_model_holds_it(name: str) -> None:
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("name", [name for name in TOWER_IN_MODEL if name != "whisper:tiny"])
+@pytest.mark.parametrize("name", PROMPTED)
 def test_tiny_vision_language_model_generates_and_sees_the_image(name: str) -> None:
     recipe = load_recipe(name)
     model = recipe.build_model()
@@ -238,6 +287,39 @@ def test_tiny_vision_language_model_generates_and_sees_the_image(name: str) -> N
         seen = model(**prompt).logits[:, -1]
         prompt["pixel_values"] = -prompt["pixel_values"]
         assert relative_change(seen, model(**prompt).logits[:, -1]) > 1e-3
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_tiny_model_with_declared_inputs_generates_and_sees_them(name: str) -> None:
+    recipe = load_recipe(name)
+    model = recipe.build_model()
+    prompt = declared_prompt(recipe, model)
+    calls: list[int] = []
+    recipe.encoder_of(model).register_forward_hook(lambda *_: calls.append(1))
+    tokens = model.generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert tokens.shape == (1, prompt["input_ids"].shape[1] + 3)
+    assert len(calls) == 1
+    main = next(key for key in prompt if key in recipe.inputs)
+    with torch.inference_mode():
+        seen = model(**prompt).logits[:, -1]
+        prompt[main] = -prompt[main]
+        assert relative_change(seen, model(**prompt).logits[:, -1]) > 1e-3
+
+
+def declared_prompt(recipe: Recipe, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Two items and a few words, with as many placeholders as the model has features."""
+    audio = recipe.modalities == ("audio",)
+    items = [(90,), (150,)] if audio else [(1, 12, 6), (1, 6, 12)]
+    call = tower_inputs(recipe, recipe.encoder_of(model).config, items)
+    named = {FEATURE_ARGUMENTS.get(name, name): value for name, value in call.items()}
+    method = next(iter(recipe.feature_methods.values()))
+    with torch.inference_mode():
+        features = getattr(model, method)(**named).pooler_output
+    count = len(features) if isinstance(features, torch.Tensor) else sum(map(len, features))
+    config = model.config
+    token = config.audio_token_id if audio else config.image_token_id
+    ids = torch.tensor([[1, 990, *[token] * count, 991, 5, 6, 7]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **named}
 
 
 def test_tiny_whisper_generates() -> None:

@@ -73,9 +73,9 @@ class BenchOptions:
     recipes: tuple[Recipe, ...]
     """Models, measured one after another."""
     images: tuple[ImageSize, ...]
-    """Calls of packed towers."""
+    """Calls of towers for any size of image."""
     batches: tuple[int, ...]
-    """Calls of rows towers."""
+    """Calls of the other towers."""
     repeats: int
     """Timed calls of each variant."""
     warmup: int
@@ -118,9 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_image,
         metavar="SIZE[xCOUNT]",
-        help="calls of packed towers: square images of SIZE pixels, COUNT of them",
+        help="calls of towers for any size of image: square ones of SIZE pixels, COUNT of them",
     )
-    add("--batch", nargs="+", type=_positive, metavar="N", help="calls of rows towers: N rows")
+    add("--batch", nargs="+", type=_positive, metavar="N", help="calls of other towers: N rows")
     add("--dtype", choices=DTYPES, help="default: bf16 on CUDA, else float32")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("-n", "--repeats", type=_positive, metavar="N", help="timed calls; default: 30")

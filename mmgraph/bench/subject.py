@@ -8,7 +8,7 @@ stay exactly as its library built it, while all read the same parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mmgraph.attachment import Handle, attach
+from mmgraph.bench.inputs import ItemSize, full_item, on_host, tower_inputs
 from mmgraph.bench.sizes import CallSize, ImageSize
 from mmgraph.encoders import PackedEncoder, TowerEncoder, encoder_for, find_towers
 from mmgraph.recipes import Recipe
@@ -30,25 +31,21 @@ class Inputs:
 
     Attributes:
         main: Patches (T, P), or pixels or features (B, ...), on the tower's device.
-        host_grids: (B, 3) on the CPU, or ``None`` for a rows tower.
-        device_grids: The same on the tower's device.
+        ours: The other arguments, with the sizes of items (grids) on the CPU.
+        theirs: The same, all on the tower's device.
     """
 
     main: torch.Tensor
-    host_grids: torch.Tensor | None
-    device_grids: torch.Tensor | None
+    ours: Mapping[str, torch.Tensor]
+    theirs: Mapping[str, torch.Tensor]
 
     def call(self, tower: nn.Module) -> Any:
         """Call an attached `tower`; mmgraph wants its grids on the CPU."""
-        if self.host_grids is None:
-            return tower(self.main)
-        return tower(self.main, grid_thw=self.host_grids)
+        return tower(self.main, **self.ours)
 
     def call_eager(self, tower: nn.Module) -> Any:
         """Call a `tower` as its library built it, with the grids where it wants them."""
-        if self.device_grids is None:
-            return tower(self.main)
-        return tower(self.main, grid_thw=self.device_grids)
+        return tower(self.main, **self.theirs)
 
     def renew(self) -> None:
         """Draw other contents, in place: a graph made by hand reads this very memory."""
@@ -64,7 +61,7 @@ class Subject:
     """A tower and its twins.
 
     Attributes:
-        name: Of the recipe.
+        recipe: What is measured.
         tower: As its library builds it.
         reference: A copy in float32.
         precomputed: Twin that takes precomputed metadata.
@@ -74,7 +71,7 @@ class Subject:
         encoder: What mmgraph knows of the tower.
     """
 
-    name: str
+    recipe: Recipe
     tower: nn.Module
     reference: nn.Module
     precomputed: nn.Module
@@ -84,29 +81,68 @@ class Subject:
     encoder: TowerEncoder
 
     @property
+    def name(self) -> str:
+        """Name of the recipe."""
+        return self.recipe.name
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.encoder.device
 
+    @property
+    def whole(self) -> bool:
+        """Whether one graph can hold the whole tower: no, where its inputs fit no layout."""
+        return not self.recipe.inputs
+
     def sizes(self, images: Sequence[ImageSize], batches: Sequence[int]) -> list[CallSize]:
-        """What to call it with: `images` if it is packed, else `batches`."""
-        if isinstance(self.encoder, PackedEncoder):
-            return [self._packed_size(image, self.encoder) for image in images]
-        row = self.encoder.encoder_facts().tokens_per_row
-        return [CallSize(label=str(rows), items=rows, tokens=rows * row) for rows in batches]
+        """What to call it with: `images` if those have sizes of their own here, else `batches`."""
+        tokens = self._tokens_per_row()
+        if tokens is None:
+            return [self._image_size(image) for image in images]
+        return [CallSize(label=str(rows), items=rows, tokens=rows * tokens) for rows in batches]
 
     def inputs(self, size: CallSize) -> Inputs:
         """Random arguments of a call."""
-        encoder = self.encoder
+        encoder, grid = self.encoder, size.grid
+        if self.recipe.inputs:
+            return self._declared_inputs(grid or full_item(self.recipe, self._config), size.items)
         shape = encoder.example_call()[encoder.signature.main_input].shape[1:]
-        rows = size.items if size.grid is None else size.tokens
+        rows = size.items if grid is None else size.tokens
         main = torch.randn(rows, *shape, device=encoder.device, dtype=encoder.dtype)
-        grids = None if size.grid is None else torch.tensor([size.grid] * size.items)
-        return Inputs(main, grids, None if grids is None else grids.to(encoder.device))
+        if grid is None:
+            return Inputs(main, {}, {})
+        grids = torch.tensor([grid] * size.items)
+        return Inputs(main, {"grid_thw": grids}, {"grid_thw": grids.to(encoder.device)})
 
-    def _packed_size(self, image: ImageSize, encoder: PackedEncoder) -> CallSize:
-        config: Any = self.tower.config
-        grid = image.grid(int(config.patch_size), encoder.metadata.merge_size)
+    @property
+    def _config(self) -> Any:
+        return self.tower.config
+
+    def _declared_inputs(self, item: ItemSize, count: int) -> Inputs:
+        device = self.encoder.device
+        arguments = tower_inputs(
+            self.recipe, self._config, [item] * count, device=device, dtype=self.encoder.dtype
+        )
+        main = arguments.pop(self.encoder.signature.main_input)
+        theirs = {name: value.to(device) for name, value in arguments.items()}
+        sizes = on_host(self.recipe)
+        ours = {name: arguments[name] if name in sizes else theirs[name] for name in arguments}
+        return Inputs(main, ours, theirs)
+
+    def _tokens_per_row(self) -> int | None:
+        """Tokens of every item, ``None`` where items have sizes of their own."""
+        if self.recipe.inputs:
+            return self.recipe.input_facts.get("length")
+        if isinstance(self.encoder, PackedEncoder):
+            return None
+        return self.encoder.encoder_facts().tokens_per_row
+
+    def _image_size(self, image: ImageSize) -> CallSize:
+        merge = self.recipe.input_facts.get("merge", 1)
+        if isinstance(self.encoder, PackedEncoder) and not self.recipe.inputs:
+            merge = self.encoder.metadata.merge_size
+        grid = image.grid(int(self._config.patch_size), merge)
         tokens = image.count * grid[1] * grid[2]
         return CallSize(label=str(image), items=image.count, tokens=tokens, grid=grid)
 
@@ -118,7 +154,7 @@ def open_subject(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> It
     default = _twin(tower)
     with attach(default) as handle:
         yield Subject(
-            name=recipe.name,
+            recipe=recipe,
             tower=tower,
             reference=copy.deepcopy(tower).float(),
             precomputed=_twin(tower),

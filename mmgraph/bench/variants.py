@@ -34,7 +34,10 @@ class Variants:
     handles: Mapping[str, Handle]
 
     def served(self) -> dict[str, Served]:
-        """Make each call that mmgraph serves once, and say what it was served from."""
+        """Make each call that mmgraph serves twice, and say what it was served from then.
+
+        A call that no budget can serve gets a graph of its own the second time.
+        """
         return {name: _served(h, self.calls[name]) for name, h in self.handles.items()}
 
 
@@ -42,11 +45,11 @@ class Variants:
 def open_variants(subject: Subject, size: CallSize, inputs: Inputs) -> Iterator[Variants]:
     """Prepare every way of making the call that this machine and this tower have."""
     calls: dict[str, Call] = {EAGER: partial(inputs.call_eager, subject.tower)}
-    if size.grid is not None:
+    if subject.whole and size.grid is not None:
         calls[METADATA] = _precomputed(subject, size, inputs)
-    if subject.device.type == "cuda":
+    if subject.whole and subject.device.type == "cuda":
         calls[HAND_MADE] = capture_by_hand(calls.get(METADATA, calls[EAGER]))
-    with attach(subject.exact, _exact_config(size)) as handle:
+    with attach(subject.exact, _exact_config(subject, size)) as handle:
         calls[EXACT] = partial(inputs.call, subject.exact)
         calls[DEFAULT] = partial(inputs.call, subject.default)
         yield Variants(calls, {EXACT: handle, DEFAULT: subject.default_handle})
@@ -57,13 +60,14 @@ def _precomputed(subject: Subject, size: CallSize, inputs: Inputs) -> Call:
     return partial(subject.precomputed, inputs.main, **precomputed_metadata(subject, size))
 
 
-def _exact_config(size: CallSize) -> GraphConfig:
-    if size.grid is None:
+def _exact_config(subject: Subject, size: CallSize) -> GraphConfig:
+    if subject.encoder.encoder_facts().layout == "rows":
         return GraphConfig(row_budgets=(size.items,), max_items=size.items)
     return GraphConfig(token_budgets=(size.tokens,), max_items=size.items)
 
 
 def _served(handle: Handle, call: Call) -> Served:
+    call()
     before = handle.stats()
     call()
     after = handle.stats()
