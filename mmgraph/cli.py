@@ -20,6 +20,8 @@ __all__ = ["main"]
 _COMMANDS = {
     "demo": "capture a few encoders and show what it gives",
     "bench": "measure eager mode against graphs on this machine",
+    "inspect": "show the towers of a model and what is captured of them",
+    "plan": "fit the budgets to sizes that calls had",
 }
 
 
