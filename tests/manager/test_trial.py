@@ -23,7 +23,7 @@ class Timed(TraceBackend):
 
 
 class Trial:
-    """A tower whose blocks are "compiled" to what a test wants, and clocks that say what it wants."""
+    """A tower whose blocks are "compiled" to what a test wants, timed as it wants."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.factor = 1.0
