@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +43,22 @@ class AlignedLinear(nn.Linear):
         return F.linear(x, self._padded_weight, self._padded_bias)[..., : self.out_features]
 
 
+@dataclass(eq=False)
+class _Storage:
+    """Padded memory, and how many towers use it."""
+
+    tensor: torch.Tensor
+    users: int = 0
+
+
+_storages: WeakValueDictionary[int, _Storage] = WeakValueDictionary()
+"""Padded memory that is in use, by address."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: _Storage
+    bias: _Storage | None
 
 
 class AlignedWeights:
@@ -74,7 +87,7 @@ class AlignedWeights:
         return {
             before: after
             for layer, padded in self._layers.items()
-            for before, after in zip(layer.weight.shape, padded.weight.shape, strict=True)
+            for before, after in zip(layer.weight.shape, padded.weight.tensor.shape, strict=True)
             if before != after
         }
 
@@ -84,8 +97,10 @@ class AlignedWeights:
         ours = {layer: p for layer, p in self._layers.items() if _is_ours(layer, p)}
         try:
             for layer, padded in ours.items():
-                layer.__dict__["_padded_weight"] = padded.weight
-                layer.__dict__["_padded_bias"] = padded.bias
+                layer.__dict__["_padded_weight"] = padded.weight.tensor
+                layer.__dict__["_padded_bias"] = (
+                    layer.bias if padded.bias is None else padded.bias.tensor
+                )
                 layer.__class__ = AlignedLinear
             yield
         finally:
@@ -97,18 +112,24 @@ class AlignedWeights:
     def undo(self) -> None:
         """Give every layer parameters of their own size again."""
         for layer, padded in self._layers.items():
-            _unpad(layer.weight, padded.weight)
+            _release(layer.weight, padded.weight)
             if layer.bias is not None and padded.bias is not None:
-                _unpad(layer.bias, padded.bias)
+                _release(layer.bias, padded.bias)
         self._layers.clear()
 
 
 def _is_ours(layer: nn.Linear, padded: _Padded) -> bool:
     """Whether a layer still has the parameters that were padded; somebody may have set others."""
-    if type(layer) is not nn.Linear or layer.weight.data_ptr() != padded.weight.data_ptr():
-        return False
-    pointers = [None if b is None else b.data_ptr() for b in (layer.bias, padded.bias)]
-    return pointers[0] == pointers[1] and layer.weight.dtype == padded.weight.dtype
+    return (
+        type(layer) is nn.Linear
+        and _is_view(layer.weight, padded.weight)
+        and (padded.bias is None or (layer.bias is not None and _is_view(layer.bias, padded.bias)))
+    )
+
+
+def _is_view(parameter: torch.Tensor, storage: _Storage) -> bool:
+    tensor = storage.tensor
+    return parameter.data_ptr() == tensor.data_ptr() and parameter.dtype == tensor.dtype
 
 
 def _is_misaligned(layer: nn.Linear) -> bool:
@@ -121,23 +142,30 @@ def _pad(layer: nn.Linear) -> _Padded:
     weight, bias = layer.weight, layer.bias
     rows, columns = (_aligned(n, weight.element_size()) for n in weight.shape)
     padded = _moved(weight, (rows, columns))
-    if bias is None or rows == bias.shape[0]:
-        return _Padded(padded, bias)
-    return _Padded(padded, _moved(bias, (rows,)))
+    return _Padded(padded, None if bias is None or rows == bias.shape[0] else _moved(bias, (rows,)))
 
 
-def _moved(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Make `parameter` a view of the first entries of a larger tensor, and return that."""
-    with torch.inference_mode(False), torch.no_grad():  # in this order
-        padded = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-        view = padded[tuple(slice(n) for n in parameter.shape)]
-        view.copy_(parameter)
-        parameter.data = view
-    return padded
+def _moved(parameter: torch.Tensor, shape: tuple[int, ...]) -> _Storage:
+    """Make `parameter` a view of the first entries of a larger tensor, and return that.
+
+    A parameter that two towers share may be such a view already.
+    """
+    storage = _storages.get(parameter.data_ptr())
+    if storage is None or storage.tensor.shape != shape or not _is_view(parameter, storage):
+        with torch.inference_mode(False), torch.no_grad():  # in this order
+            padded = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            view = padded[tuple(slice(n) for n in parameter.shape)]
+            view.copy_(parameter)
+            parameter.data = view
+        storage = _storages[padded.data_ptr()] = _Storage(padded)
+    storage.users += 1
+    return storage
 
 
-def _unpad(parameter: torch.Tensor, padded: torch.Tensor) -> None:
-    if parameter.data_ptr() == padded.data_ptr():  # otherwise somebody has replaced it
+def _release(parameter: torch.Tensor, storage: _Storage) -> None:
+    """Give `parameter` memory of its own size again, once no tower needs the other."""
+    storage.users -= 1
+    if storage.users == 0 and _is_view(parameter, storage):  # or somebody has replaced it
         with torch.inference_mode(False), torch.no_grad():  # in this order
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 

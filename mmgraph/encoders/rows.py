@@ -91,7 +91,8 @@ class RowsEncoder(TowerEncoder):
                     Reason.UNSUPPORTED_CALL, batch, f"{name} does not have one entry a row"
                 )
             if value.device != main.device:
-                raise Refusal(Reason.DEVICE, batch)
+                sizes = not value.is_floating_point()  # on the host a tower may read them
+                raise Refusal(Reason.UNSUPPORTED_CALL if sizes else Reason.DEVICE, batch)
         try:
             signature = self._call_signature(mm_kwargs, tensors, frozenset())
         except Refusal as refusal:

@@ -110,6 +110,8 @@ def modes() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+# cuBLAS wants to be asked for that before it is used.
+@pytest.mark.filterwarnings("ignore:Deterministic behavior")
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_captured_anew(tower: nn.Module, change: Callable[[nn.Module], None]) -> None:
@@ -121,6 +123,8 @@ def test_a_change_is_captured_anew(tower: nn.Module, change: Callable[[nn.Module
         assert handle.stats().misses == {}
 
 
+# cuBLAS wants to be asked for that before it is used.
+@pytest.mark.filterwarnings("ignore:Deterministic behavior")
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_means_eager_mode_where_that_is_wanted(

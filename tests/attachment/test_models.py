@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,16 +26,6 @@ THREE = ((1, 4, 6), (1, 6, 4), (1, 4, 4))
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def exact_convolutions() -> Iterator[None]:
-    """cuDNN runs float32 convolutions in TF32; graphs run those of patches as exact products."""
-    convolutions = torch.backends.cudnn.conv
-    before = convolutions.fp32_precision
-    convolutions.fp32_precision = "ieee"
-    yield
-    convolutions.fp32_precision = before
 
 
 class Model:

@@ -135,6 +135,7 @@ def test_frozen_weights_are_served_with_gradients_enabled(layout: str) -> None:
         ({"mask": torch.ones(2)}, Reason.UNSUPPORTED_CALL),  # fewer entries than rows
         ({"mask": torch.ones(())}, Reason.UNSUPPORTED_CALL),  # none
         ({"mask": torch.ones(3, device="meta")}, Reason.DEVICE),  # elsewhere
+        ({"sizes": torch.ones(3, device="meta").int()}, Reason.UNSUPPORTED_CALL),  # to be read
     ],
 )
 def test_tensors_that_do_not_go_with_the_rows_are_refused(
