@@ -64,6 +64,10 @@ class GraphConfig:
     max_items: int = 8
     """Items that graphs captured up front can hold at once."""
 
+    exact_after: int = 8
+    """A batch of sizes that has come this often, and that budgets pad by more than 4 %, gets a
+    graph of exactly its tokens where that is faster; 0 means never, and "upfront" has none."""
+
     capture: CaptureMode = "lazy"
     """"lazy" records a graph when a call first needs it; "upfront" serves only what ``capture()``
     has recorded, so that no call ever waits for a capture."""
@@ -85,6 +89,10 @@ class GraphConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_positive("max_items", self.max_items)
         _check_positive("max_graphs", self.max_graphs)
+        if isinstance(self.exact_after, bool) or not isinstance(self.exact_after, int):
+            raise ConfigError(f"exact_after must be an integer, got {self.exact_after!r}")
+        if self.exact_after < 0:
+            raise ConfigError(f"exact_after must be 0 (never) or more, got {self.exact_after}")
         _check_choice("mode", self.mode, get_args(Mode))
         _check_choice("on_change", self.on_change, get_args(OnChange))
         _check_choice("capture", self.capture, get_args(CaptureMode))

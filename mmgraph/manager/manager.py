@@ -12,7 +12,6 @@ out before the lock is given up. Outputs belong to the caller.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,8 @@ from mmgraph.manager.budgets import budgets_of, checked_budgets
 from mmgraph.manager.changes import Changes
 from mmgraph.manager.exact import exact_graphs
 from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
-from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
+from mmgraph.manager.plan import Plan, Planner, Replay
+from mmgraph.manager.plans import Plans
 from mmgraph.manager.store import GraphStore
 from mmgraph.manager.upfront import UpFront, estimate
 from mmgraph.protocol import (
@@ -38,7 +38,6 @@ from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
 
 __all__ = ["EncoderCudaGraphManager"]
 
-_CACHED_PLANS = 256
 _BEYOND_BUDGETS = frozenset(
     {Reason.UNSUPPORTED_CALL, Reason.ABOVE_BUDGET, Reason.CAPTURE_FAILED, Reason.PIECEWISE}
 )
@@ -85,12 +84,12 @@ class EncoderCudaGraphManager:
         self._store = GraphStore(model, self.facts, self.backend, self.device, self.budgets[-1])
         self._stats = StatsRecorder()
         self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats.forget)
-        self._plans: OrderedDict[EncoderBatch, Plan] = OrderedDict()
+        self._plans = Plans(config, self._planner, self._store, self._captured)
         self._debug = debug_enabled()
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
-        self._lazy = self._serving = config.capture == "lazy"
-        recapture = self._lazy and config.on_change == "recapture"
+        self._serving = self._plans.lazy
+        recapture = self._plans.lazy and config.on_change == "recapture"
         self._changes = Changes(model, self.facts.name, recapture=recapture, free=self._free)
 
     def is_captured(self) -> bool:
@@ -121,8 +120,7 @@ class EncoderCudaGraphManager:
             self.backend.use_pool(graph_pool)
             self._plans.clear()
             num_bytes = self.upfront.capture(progress)
-            self._changes.captured()
-            self._make_room()
+            self._captured()
             self._serving = True
             return num_bytes
 
@@ -208,7 +206,7 @@ class EncoderCudaGraphManager:
         """Free every graph and buffer; lazily captured ones come back on use."""
         with self._lock:
             self._free()
-            self._serving = self._lazy
+            self._serving = self._plans.lazy
             self._changes.reset()
 
     def _free(self) -> None:
@@ -222,7 +220,7 @@ class EncoderCudaGraphManager:
     def shutdown(self) -> None:
         """Free every graph and buffer; nothing is captured on use any more."""
         with self._lock:
-            self._lazy = False
+            self._plans.lazy = False
             self.clear()
 
     def stats(self) -> EncoderStats:
@@ -269,7 +267,7 @@ class EncoderCudaGraphManager:
                 reason = Reason.CHANGED
             return self._beyond_budgets(mm_kwargs, reason, num_items), refusal.batch, None
         with self._lock:
-            plan = self._plan(batch)
+            plan = self._plans.plan(batch)
             if plan.replays:
                 self._changes.replayed()
                 layout, tensors = self._run_plan(mm_kwargs, batch, plan)
@@ -315,32 +313,7 @@ class EncoderCudaGraphManager:
 
     def _room(self) -> int:
         """How many graphs of exact calls there may be."""
-        return self.config.max_graphs - len(self._store.entries) if self._lazy else 0
-
-    def _plan(self, batch: EncoderBatch) -> Plan:
-        """A plan whose replays are all captured; captures what it needs where that is allowed."""
-        known = self._plans.get(batch)
-        if known is not None:
-            return known
-        while True:
-            plan = self._planner.plan(batch, self._graphs())
-            missing = {r.key for r in plan.replays if r.key not in self._store.entries}
-            if not missing:
-                break
-            for key in sorted(missing, key=lambda k: -k.token_budget):
-                if len(self._store.entries) < self.config.max_graphs:
-                    self._capture(key)
-            self._changes.captured()
-        self._plans[batch] = plan
-        if len(self._plans) > _CACHED_PLANS:
-            self._plans.popitem(last=False)
-        return plan
-
-    def _graphs(self) -> Graphs:
-        room = len(self._store.entries) < self.config.max_graphs
-        missing = Reason.GRAPH_LIMIT if self._lazy and not room else Reason.NOT_CAPTURED
-        may_capture = self._lazy and room
-        return Graphs(self._store.entries.keys(), self._store.failed, may_capture, missing)
+        return self.config.max_graphs - len(self._store.entries) if self._plans.lazy else 0
 
     @torch.no_grad()
     def _run_plan(
@@ -369,12 +342,9 @@ class EncoderCudaGraphManager:
         self._stats.replayed(replay.key, len(replay.items), num_tokens)
         return tensors
 
-    def _capture(self, key: GraphKey) -> CaptureError | None:
-        """Capture `key`; plans made before don't know of it, or that it failed."""
-        self._plans.clear()
-        error = self._store.capture(key)
+    def _captured(self) -> None:
+        self._changes.captured()
         self._make_room()
-        return error
 
     def _make_room(self) -> None:
         """Let graphs of exact calls give way to those of budgets."""

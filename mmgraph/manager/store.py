@@ -102,6 +102,12 @@ class GraphStore:
                 del self.failed[key]
         return gone
 
+    def drop(self, key: GraphKey, reason: Reason) -> None:
+        """Free the graph of `key`, which isn't to be captured again because of `reason`."""
+        self.backend.settle()
+        self.entries.pop(key).graph.close()
+        self.failed[key] = reason
+
     def capture(self, key: GraphKey) -> CaptureError | None:
         """Capture `key`; on failure remember that, warn once and return the error."""
         self.failed.pop(key, None)
