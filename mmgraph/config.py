@@ -52,6 +52,10 @@ class GraphConfig:
     "lazy"; "eager" leaves it in eager mode until ``handle.clear()``. Weights changed in place are
     followed without either."""
 
+    verify_every: int = 0
+    """Compare one call in this many with eager mode, without waiting for the device; an encoder
+    whose replay differed runs in eager mode until ``handle.clear()``. 0 means never."""
+
     compile_blocks: bool = True
     """On a GPU, compile the repeated blocks of a tower (``torch.compile``, once for all budgets)
     before it is captured: some seconds at the first capture, less once the compiler has its cache
@@ -89,10 +93,8 @@ class GraphConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_positive("max_items", self.max_items)
         _check_positive("max_graphs", self.max_graphs)
-        if isinstance(self.exact_after, bool) or not isinstance(self.exact_after, int):
-            raise ConfigError(f"exact_after must be an integer, got {self.exact_after!r}")
-        if self.exact_after < 0:
-            raise ConfigError(f"exact_after must be 0 (never) or more, got {self.exact_after}")
+        _check_count("exact_after", self.exact_after)
+        _check_count("verify_every", self.verify_every)
         _check_choice("mode", self.mode, get_args(Mode))
         _check_choice("on_change", self.on_change, get_args(OnChange))
         _check_choice("capture", self.capture, get_args(CaptureMode))
@@ -163,6 +165,13 @@ def _check_budgets(name: str, budgets: tuple[int, ...] | None) -> None:
 def _check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < 0:
+        raise ConfigError(f"{name} must be 0 (never) or more, got {value}")
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

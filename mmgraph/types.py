@@ -45,6 +45,7 @@ class Reason(Enum):
     TRAINING = "the encoder is in training mode"
     HOOKS = "a submodule has hooks, which a replay wouldn't call"
     CHANGED = "the encoder has changed since its graphs were captured"
+    DIFFERED = "a replay differed from eager mode when it was compared"
     GRAD = "gradients are required"
     AUTOCAST = "autocast is active"
     DTYPE = "the inputs have a dtype that graphs don't take"

@@ -30,7 +30,7 @@ from mmgraph.manager.verify import largest_error, max_error, shortest
 from mmgraph.protocol import SupportsExactGraphs
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
 
-__all__ = ["ExactEntry", "ExactGraphs", "exact_graphs"]
+__all__ = ["ExactEntry", "ExactGraphs", "copied", "exact_graphs"]
 
 _REMEMBERED_CALLS = 1024
 
@@ -225,7 +225,7 @@ class ExactGraphs:
 
     def _captured(self, call: ExactCall) -> ExactEntry:
         start = time.perf_counter()
-        buffers, others = _copied(call.contents), _copied(call.others)
+        buffers, others = copied(call.contents), copied(call.others)
         constants = [v for v in others.values() if isinstance(v, torch.Tensor)]
         rebuilds: list[Rebuild] = []
 
@@ -248,7 +248,7 @@ class ExactGraphs:
         """Raise unless the graph equals eager mode on two contents, and is faster."""
         for contents in (call.contents, {n: _varied(t) for n, t in call.contents.items()}):
             try:  # on copies: the tower may write to what it gets
-                arguments = _copied({**contents, **call.others})
+                arguments = copied({**contents, **call.others})
                 eager = flatten(self._model.embed_multimodal(**arguments))[0]
                 with self._backend.ordered():
                     ours = flatten(entry.run(contents))[0]
@@ -260,7 +260,7 @@ class ExactGraphs:
             if not worst <= max_error(eager):
                 raise CaptureError(f"its graph differs from eager mode by {worst:.1e} on a probe")
         if self._backend.is_timed:
-            arguments = _copied({**call.contents, **call.others})
+            arguments = copied({**call.contents, **call.others})
             ours_s = shortest(self._backend, lambda: entry.run(call.contents))
             eager_s = shortest(self._backend, lambda: self._model.embed_multimodal(**arguments))
             if ours_s >= eager_s:
@@ -279,7 +279,7 @@ def _reason_of(error: CaptureError) -> Reason:
     return Reason.OUT_OF_MEMORY if ran_out_of_memory(error) else Reason.CAPTURE_FAILED
 
 
-def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with tensors of their own, which nobody else reads or changes."""
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
 

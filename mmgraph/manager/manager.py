@@ -21,6 +21,7 @@ from mmgraph.config import GraphConfig
 from mmgraph.env import debug_enabled
 from mmgraph.errors import CaptureError, UnsupportedModelError
 from mmgraph.graphs import GraphBackend, select_backend
+from mmgraph.manager.audit import Audit
 from mmgraph.manager.budgets import budgets_of, checked_budgets
 from mmgraph.manager.changes import Changes
 from mmgraph.manager.exact import exact_graphs
@@ -85,6 +86,7 @@ class EncoderCudaGraphManager:
         self._stats = StatsRecorder()
         self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats.forget)
         self._plans = Plans(config, self._planner, self._store, self._captured)
+        self._audit = Audit(config.verify_every, self.facts.name)
         self._debug = debug_enabled()
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
@@ -202,12 +204,23 @@ class EncoderCudaGraphManager:
         """Like :meth:`execute`, but return what the encoder itself would return for the call."""
         return self._serve(mm_kwargs)[0]
 
+    def _audited(self, mm_kwargs: Mapping[str, Any], output: Any) -> Any:
+        """Return `output`, which graphs gave; one in some is compared with eager mode."""
+        if self._audit.is_due():
+            copies = {
+                n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in mm_kwargs.items()
+            }
+            eager = self._store.eager_tensors(self.model.embed_multimodal(**copies))
+            self._audit.compare(flatten_outputs(output), eager)
+        return output
+
     def clear(self) -> None:
         """Free every graph and buffer; lazily captured ones come back on use."""
         with self._lock:
             self._free()
             self._serving = self._plans.lazy
             self._changes.reset()
+            self._audit.reset()
 
     def _free(self) -> None:
         with self._lock:
@@ -253,25 +266,25 @@ class EncoderCudaGraphManager:
         self, mm_kwargs: Mapping[str, Any]
     ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
         self._stats.called()
-        out_of_date = self._out_of_date()
+        distrust = self._distrust()
         try:
             batch = self.model.item_specs(mm_kwargs)
             self._stats.seen(tuple([item.num_tokens for item in batch.items]))
             if self.backend.busy():
                 raise Refusal(Reason.COMPILING, batch)
-            if out_of_date or self.config.mode == "piecewise":
-                raise Refusal(Reason.PIECEWISE, batch)
+            if distrust is not None or self.config.mode == "piecewise":
+                raise Refusal(distrust or Reason.PIECEWISE, batch)
         except Refusal as refusal:
             reason, num_items = refusal.reason, refusal.num_items
-            if out_of_date and reason in _BEYOND_BUDGETS:
-                reason = Reason.CHANGED
+            if distrust is not None and reason in _BEYOND_BUDGETS:
+                reason = distrust
             return self._beyond_budgets(mm_kwargs, reason, num_items), refusal.batch, None
         with self._lock:
             plan = self._plans.plan(batch)
             if plan.replays:
                 self._changes.replayed()
                 layout, tensors = self._run_plan(mm_kwargs, batch, plan)
-                return layout.build(tensors), batch, layout
+                return self._audited(mm_kwargs, layout.build(tensors)), batch, layout
         if len(plan.eager) == 1:
             part = plan.eager[0]
             return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), batch, None
@@ -290,7 +303,7 @@ class EncoderCudaGraphManager:
             else:
                 self._changes.replayed(fresh=self._stats.replays(key) == 0)
                 self._stats.replayed(key, num_items, key.token_budget)
-                return output
+                return self._audited(mm_kwargs, output)
         self._stats.missed(reason, num_items)
         return self.model.embed_multimodal(**mm_kwargs)
 
@@ -304,12 +317,14 @@ class EncoderCudaGraphManager:
         if self.backend.busy():
             raise Refusal(Reason.COMPILING)
 
-    def _out_of_date(self) -> bool:
-        """Free graphs that are no longer right; whether eager mode has to serve for now."""
+    def _distrust(self) -> Reason | None:
+        """Why no graph may serve now; frees those that are no longer right."""
         if self.backend.busy():
-            return False
+            return None
         with self._lock:
-            return self._changes.noticed()
+            if self._audit.failed():
+                return Reason.DIFFERED
+            return Reason.CHANGED if self._changes.noticed() else None
 
     def _room(self) -> int:
         """How many graphs of exact calls there may be."""
