@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from mmgraph.attachment.features import FeatureModel, feature_functions
+from mmgraph.attachment.features import FeatureModel
 from mmgraph.attachment.lifetime import register
 from mmgraph.attachment.refit import refit
+from mmgraph.attachment.rehearse import rehearse
 from mmgraph.attachment.report import render_report
-from mmgraph.attachment.wrap import AttachedMethod, rehearsal
+from mmgraph.attachment.wrap import AttachedMethod
 from mmgraph.config import GraphConfig
 from mmgraph.encoders import (
     Preparation,
@@ -26,14 +27,14 @@ from mmgraph.encoders import (
     first_parameter,
     placement_problem,
 )
-from mmgraph.errors import CaptureError, ConfigError, UnsupportedModelError
-from mmgraph.graphs import GraphBackend, select_backend
+from mmgraph.errors import ConfigError, UnsupportedModelError
+from mmgraph.graphs import GraphBackend, freeze_gc_for_cudagraph_capture, select_backend
 from mmgraph.log import get_logger
 from mmgraph.manager import EncoderCudaGraphManager, estimate
 from mmgraph.runner import EncoderRunner
 from mmgraph.state import EncoderState
 from mmgraph.stats import EncoderStats
-from mmgraph.types import Reason, Refusal
+from mmgraph.types import Reason
 
 __all__ = ["Handle", "attach"]
 
@@ -118,6 +119,23 @@ class Handle:
                 manager.capture(graph_pool, progress=lambda _: bar.update()) for manager in managers
             )
 
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within the block every call of the model captures the graphs that it needs, at once.
+
+        A way to be ready for what really comes, with ``capture="upfront"`` as well::
+
+            with handle.capturing():
+                for inputs in typical_inputs:
+                    model.generate(**inputs, max_new_tokens=1)
+        """
+        with ExitStack() as stack:
+            stack.enter_context(freeze_gc_for_cudagraph_capture())
+            for method in self._methods:
+                if method.manager is not None:
+                    stack.enter_context(method.manager.capturing())
+            yield
+
     def estimate(self) -> int:
         """Bytes of device memory that ``capture()`` would take, within about 15 %.
 
@@ -158,7 +176,7 @@ class Handle:
         """
         managers = [m.manager for m in self._methods if m.manager is not None]
         if managers and self._attached:
-            self._rehearse()
+            rehearse(self.model, [m.encoder for m in self._methods])
         known: list[EncoderCudaGraphManager] = []
         for manager in managers:
             try:
@@ -276,25 +294,6 @@ class Handle:
     def _features(self, *, eager: bool) -> FeatureModel:
         return FeatureModel(self.model, self._methods[0].encoder.tower.modalities, eager=eager)
 
-    def _rehearse(self) -> None:
-        """Let the model call each tower once on an example, to learn with which arguments."""
-        functions = feature_functions(self.model)
-        for encoder in {m.encoder.name: m.encoder for m in self._methods}.values():
-            function = functions.get(encoder.tower.modalities[0])
-            if function is None:
-                continue
-            try:
-                with rehearsal(_stop_at(encoder)), torch.no_grad():
-                    function(**_feature_arguments(function, encoder))
-            except _Rehearsed:
-                continue
-            except Exception as error:  # the model wants more than an example: expect plain calls
-                _logger.warning(
-                    "%s is captured for plain calls, since the model can't be rehearsed: %s",
-                    encoder.name,
-                    error,
-                )
-
 
 def _prepare(tower: Tower, config: GraphConfig) -> Preparation:
     """Make a tower ready for fast graphs, unless it will have none."""
@@ -309,31 +308,6 @@ def _prepare(tower: Tower, config: GraphConfig) -> Preparation:
         align_weights=config.align_weights,
         compile_blocks=config.compile_blocks,
     )
-
-
-class _Rehearsed(Exception):
-    """Leaves the model's feature function once the tower was called."""
-
-
-def _stop_at(expected: TowerEncoder) -> Any:
-    def listener(encoder: TowerEncoder, call: dict[str, Any]) -> None:
-        if encoder is expected:
-            try:
-                encoder.rehearse(call)
-            except Refusal as refusal:
-                raise CaptureError(f"{encoder.name} can't be captured: {refusal}") from refusal
-            raise _Rehearsed
-
-    return listener
-
-
-def _feature_arguments(function: Any, encoder: TowerEncoder) -> dict[str, Any]:
-    """The example of a tower under the names of the feature function's parameters."""
-    call = encoder.example_call()
-    names = list(inspect.signature(function).parameters)
-    main = call.pop(encoder.signature.main_input)
-    renamed = {next(n for n in names if n.endswith(name)): v for name, v in call.items()}
-    return {names[0]: main, **renamed}
 
 
 def _module_of(model: Any) -> nn.Module:

@@ -12,7 +12,8 @@ out before the lock is given up. Outputs belong to the caller.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -164,6 +165,28 @@ class EncoderCudaGraphManager:
                 self._serving = True
         except Refusal as refusal:
             raise CaptureError(f"the call can't have a graph of its own: {refusal}") from refusal
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within the block every call captures the graphs that it needs, at once.
+
+        So an encoder with ``capture="upfront"`` learns from examples what to be ready for, sizes
+        that need graphs of exact calls included.
+        """
+        before = self._plans.lazy
+        self._set_capturing(lazy=True, at_once=True)
+        try:
+            yield
+        finally:
+            self._set_capturing(lazy=before, at_once=False)
+
+    def _set_capturing(self, *, lazy: bool, at_once: bool) -> None:
+        with self._lock:
+            self._plans.lazy = lazy
+            self._plans.clear()
+            self._serving = lazy or bool(self.stats().graphs)
+            if self._exact is not None:
+                self._exact.at_once = at_once
 
     def use_budgets(self, budgets: Sequence[int]) -> None:
         """Serve from these ascending budgets, in tokens, from now on.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import mmgraph.attachment.rehearse
 import mmgraph.orchestration
 from mmgraph import (
     BatchDescriptor,
@@ -283,13 +284,13 @@ def test_an_attached_model_is_rehearsed_once_and_captured(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attach(clip(device), GraphConfig(**CONFIG)) as handle:
-        rehearse, rehearsed = handle._rehearse, []
+        rehearse, rehearsed = mmgraph.attachment.rehearse.rehearse, []
 
-        def counting() -> None:
+        def counting(*arguments: Any) -> None:
             rehearsed.append(len(handle.stats().graphs))
-            rehearse()
+            rehearse(*arguments)
 
-        monkeypatch.setattr(handle, "_rehearse", counting)
+        monkeypatch.setattr("mmgraph.attachment.handle.rehearse", counting)
         summary = capture_model(encoder=handle)
         assert rehearsed == [0]
         assert summary.encoder_graphs == len(handle.stats().graphs) == 2
