@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
 __all__ = ["Rebuild", "fields_of", "flatten", "reordered", "storage_of", "tensors_in"]
@@ -50,4 +51,6 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """What the views of one memory have in common; it names the memory while one of them lives."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):  # inside torch.vmap
+        tensor = _functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)

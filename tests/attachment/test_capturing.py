@@ -61,3 +61,19 @@ def test_an_error_ends_it() -> None:
         tower(torch.randn(1, 3, side, side))
         assert handle.stats().graphs == ()
         assert not handle.is_captured()
+
+
+@torch.no_grad()
+def test_a_tower_whose_size_is_unknown_does_not_keep_others_from_being_captured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unknown = load_recipe("gemma4:tiny").build_encoder()
+    config = GraphConfig(row_budgets=(1, 2), capture="upfront")
+    with pytest.raises(mmgraph.UnsupportedModelError, match="input size"):
+        mmgraph.attach(unknown, config)
+    model = torch.nn.ModuleDict({"known": load_recipe("clip:tiny").build_encoder(), "un": unknown})
+    side = model["known"].config.image_size
+    with mmgraph.attach(model, config) as handle:
+        model["known"](torch.randn(2, 3, side, side))
+        assert handle.stats().hits == 2
+    assert caplog.text.count("isn't captured up front") == 1

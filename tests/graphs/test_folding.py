@@ -137,7 +137,15 @@ def returns_constants(x: torch.Tensor, grid: torch.Tensor) -> Any:
     return [grid, x * 2, torch.arange(3, device=x.device), grid * 2]
 
 
+def maps_over_a_table(x: torch.Tensor, grid: torch.Tensor) -> Any:
+    """As masks are made in transformers: a function of positions, mapped over all of them."""
+    places = torch.arange(8, device=x.device)
+    near = torch.vmap(lambda i: torch.vmap(lambda j: (i - j).abs() < grid[0])(places))(places)
+    return x.masked_fill(~near[: x.shape[0]], 0), torch.vmap(torch.sin)(x)
+
+
 FOLDED = [
+    maps_over_a_table,
     *(reads_a_list, reads_a_number, reads_an_array),
     *(picks_rows_with_a_mask, picks_numbers_with_a_mask_and_a_table, writes_rows_with_a_mask),
     *(fills_where_contents_say, picks_rows_with_positions_on_the_host),
