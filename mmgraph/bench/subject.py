@@ -19,6 +19,7 @@ from torch import nn
 from mmgraph.attachment import Handle, attach
 from mmgraph.bench.inputs import ItemSize, full_item, on_host, tower_inputs
 from mmgraph.bench.sizes import CallSize, ImageSize
+from mmgraph.config import GraphConfig
 from mmgraph.encoders import PackedEncoder, TowerEncoder, encoder_for, find_towers
 from mmgraph.recipes import Recipe
 
@@ -152,7 +153,8 @@ def open_subject(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> It
     """Build the tower of `recipe` with random weights; its twin is attached within the block."""
     tower = recipe.build_encoder(device=device, dtype=dtype)
     default = _twin(tower)
-    with attach(default) as handle:
+    # A graph of exactly the size would come by itself after a few calls; that is the other variant.
+    with attach(default, GraphConfig(exact_after=0)) as handle:
         yield Subject(
             recipe=recipe,
             tower=tower,
