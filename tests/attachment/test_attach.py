@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -435,15 +437,17 @@ def test_a_call_inside_somebody_elses_capture_is_recorded_as_eager() -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_graph_memory_goes_with_detach() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graph_memory_goes_with_detach(compiled: bool) -> None:
     model = load_recipe("clip:tiny").build_model(device="cuda")
     torch.cuda.empty_cache()
     for _ in range(2):  # the first round also loads libraries and their workspaces
         before = torch.cuda.memory_reserved()
-        with mmgraph.attach(model, CONFIG) as handle:
+        with mmgraph.attach(model, replace(CONFIG, compile_blocks=compiled)) as handle:
             model(pixels(4, "cuda"))
             assert handle.stats().graph_bytes > 0
             assert handle.stats().graphs[0].num_bytes > 0
         torch.cuda.synchronize()
+        gc.collect()
         torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before
