@@ -59,7 +59,8 @@ class GraphConfig:
     compile_blocks: bool = True
     """On a GPU, compile the repeated blocks of a tower (``torch.compile``, once for all budgets)
     before it is captured: some seconds at the first capture, less once the compiler has its cache
-    on disk. Dropped, with a warning, where it fails, differs or isn't faster."""
+    on disk. Dropped where it fails or differs (with a warning) or isn't faster; the report says
+    so."""
 
     align_weights: bool = True
     """On a GPU, keep the weights of linear layers with odd widths in padded storage, of which the

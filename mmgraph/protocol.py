@@ -94,8 +94,11 @@ class SupportsTrial(Protocol):
     def without_options(self) -> AbstractContextManager[None]:
         """Within the block captures leave these steps out."""
 
-    def decide(self, why_not: str | None) -> None:
-        """End the trial: keep the steps, or leave them out from now on because of `why_not`."""
+    def decide(self, why_not: str | None, *, failed: bool = False) -> None:
+        """End the trial: keep the steps, or leave them out from now on because of `why_not`.
+
+        They may have `failed`, or just not have been faster.
+        """
 
 
 @runtime_checkable

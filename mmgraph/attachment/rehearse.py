@@ -12,7 +12,7 @@ from torch import nn
 from mmgraph.attachment.features import feature_functions
 from mmgraph.attachment.wrap import rehearsal
 from mmgraph.encoders import TowerEncoder
-from mmgraph.errors import CaptureError
+from mmgraph.errors import CaptureError, UnsupportedModelError
 from mmgraph.log import get_logger
 from mmgraph.types import Refusal
 
@@ -62,5 +62,12 @@ def _feature_arguments(function: Any, encoder: TowerEncoder) -> dict[str, Any]:
     call = encoder.example_call()
     names = list(inspect.signature(function).parameters)
     main = call.pop(encoder.signature.main_input)
-    renamed = {next(n for n in names if n.endswith(name)): v for name, v in call.items()}
-    return {names[0]: main, **renamed}
+    return {names[0]: main, **{_named(name, names): value for name, value in call.items()}}
+
+
+def _named(name: str, parameters: Sequence[str]) -> str:
+    """The parameter for an argument of the tower: grid_thw is image_grid_thw, for example."""
+    for parameter in parameters:
+        if parameter.endswith(name):
+            return parameter
+    raise UnsupportedModelError(f"no parameter of its feature function stands for {name}")

@@ -6,6 +6,7 @@ switched off. Only captures see it: a call in eager mode runs the library's own 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -75,7 +76,7 @@ class Preparation:
             with self._applied(compiled=False):
                 output = forward()  # fails as well, if it is the call
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            self.decide(f"the compiler failed ({why})")
+            self.decide(f"the compiler failed ({why})", failed=True)
             return output
         self._compiled = True
         return output
@@ -89,12 +90,13 @@ class Preparation:
         finally:
             self._without_compile = False
 
-    def decide(self, why_not: str | None) -> None:
-        """End the trial: compile blocks from now on, or don't, and why."""
+    def decide(self, why_not: str | None, *, failed: bool = False) -> None:
+        """End the trial: compile blocks or don't, and why; that is a warning if it `failed`."""
         self.on_trial = False
         if why_not is not None and self.no_compile is None:
             self.no_compile = why_not
-            _logger.info("%s: blocks are captured as they are: %s", self._name, why_not)
+            level = logging.WARNING if failed else logging.INFO
+            _logger.log(level, "%s: blocks are captured as they are: %s", self._name, why_not)
 
     def describe(self) -> list[str]:
         """What is done to the tower, a line each."""

@@ -202,9 +202,9 @@ class TowerEncoder(ABC):
         """Within the block captures leave out the steps that are on trial."""
         return self.preparation.without_compile()
 
-    def decide(self, why_not: str | None) -> None:
+    def decide(self, why_not: str | None, *, failed: bool = False) -> None:
         """End the trial: keep the steps, or leave them out from now on."""
-        self.preparation.decide(why_not)
+        self.preparation.decide(why_not, failed=failed)
 
     def check_placement(self) -> str | None:
         """Say why no graph can use the tower's weights where they are, or ``None``."""

@@ -66,6 +66,10 @@ class Audit:
         worst = torch.stack(errors).amax() if errors else torch.tensor(float("inf"))
         self._pending.append(_Verdict(worst, max_error(eager)))
 
+    def skipped(self, error: Exception) -> None:
+        """Note that a call couldn't be compared."""
+        self._warn_once("skipped", "%s: a call couldn't be compared: %s", self._name, error)
+
     def failed(self) -> bool:
         """Whether a comparison whose result is there went wrong."""
         while self._pending and self._pending[0].is_there:

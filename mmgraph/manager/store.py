@@ -146,7 +146,7 @@ class GraphStore:
         try:
             entry = self._capture_checked(key)
         except CaptureError as error:
-            model.decide(str(error))
+            model.decide(str(error), failed=True)
             return plain
         seconds, plain_seconds = (shortest(self.backend, e.graph.replay) for e in (entry, plain))
         faster = seconds < plain_seconds

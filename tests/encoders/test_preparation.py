@@ -171,6 +171,21 @@ def test_towers_that_share_their_weights_share_the_padded_ones(tower: Tower) -> 
     torch.testing.assert_close(tower(x), expected, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("replaced", ["weight", "bias"])
+def test_a_layer_whose_parameters_were_replaced_uses_the_new_ones(replaced: str) -> None:
+    tower = Tower().eval()
+    weights = AlignedWeights(tower)
+    parameter = getattr(tower.blocks[1].gate, replaced)
+    parameter.data = torch.randn_like(parameter)
+    x = torch.randn(4, WIDTH)
+    expected = tower(x)
+    with weights.applied():
+        assert isinstance(tower.blocks[0].gate, AlignedLinear)
+        assert type(tower.blocks[1].gate) is nn.Linear
+        torch.testing.assert_close(tower(x), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_weight_that_was_replaced_is_left_alone() -> None:
     tower = Tower()
     weights = AlignedWeights(tower)

@@ -106,9 +106,12 @@ def test_steps_that_are_wrong_are_dropped(trial: Trial) -> None:
 
 
 @torch.no_grad()
-def test_steps_that_fail_are_dropped(trial: Trial) -> None:
+def test_steps_that_fail_are_dropped_with_a_warning(
+    trial: Trial, caplog: pytest.LogCaptureFixture
+) -> None:
     trial.error = RuntimeError("no compiler here")
     ours, plain = trial.call(2)
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
     assert "no compiler here" in str(trial.preparation.no_compile)
+    assert [r.levelname for r in caplog.records if "as they are" in r.message] == ["WARNING"]
     assert trial.manager.stats().hits == 2
