@@ -12,6 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import re
+import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -31,6 +33,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in gpu_items]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Ends a process that has lost its device, and says which test lost it.
+
+    After a device-side assert or an illegal access every later call of CUDA fails, so each test
+    that followed would be reported as failed for a fault that isn't its own. With pytest-xdist
+    the worker is replaced and the other tests go on.
+    """
+    report = yield
+    if report.failed and item.get_closest_marker("gpu") and not _device_answers():
+        print(f"\n{item.nodeid} lost the device:\n{report.longreprtext}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(70)
+    return report
+
+
 @pytest.fixture(scope="session", autouse=True)
 def two_torch_threads() -> None:
     """The same thread count everywhere: it decides how sums are split, so the last bits too."""
@@ -43,6 +63,16 @@ def _cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _device_answers() -> bool:
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _names_gpu(markexpr: str) -> bool:

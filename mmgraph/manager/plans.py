@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from mmgraph.config import GraphConfig
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
 from mmgraph.manager.store import GraphStore
-from mmgraph.manager.verify import shortest
 from mmgraph.policy import Bin
 from mmgraph.types import EncoderBatch, GraphKey, Reason
 
@@ -110,12 +109,10 @@ class Plans:
         return Plan((Replay(items, key),), ())
 
     def _is_faster(self, key: GraphKey, plan: Plan) -> bool:
-        backend, entries = self._store.backend, self._store.entries
-        if not backend.is_timed:
+        store = self._store
+        if not store.backend.is_timed:
             return True
-        keys = [replay.key for replay in plan.replays]
-        before = shortest(backend, lambda: [entries[k].graph.replay() for k in keys])
-        if shortest(backend, entries[key].graph.replay) < before:
+        if store.seconds(key) < sum(store.seconds(replay.key) for replay in plan.replays):
             return True
         self._store.drop(key, Reason.NOT_FASTER)
         return False

@@ -108,6 +108,15 @@ class GraphStore:
         self.entries.pop(key).graph.close()
         self.failed[key] = reason
 
+    def seconds(self, key: GraphKey) -> float:
+        """Seconds of a replay of `key`.
+
+        Graphs share their buffers: what another one left there may lead its own out of bounds.
+        """
+        with self.backend.ordered():
+            self._arena(key).views(self._model.capture_inputs(key))  # fills them
+        return shortest(self.backend, self.entries[key].graph.replay)
+
     def capture(self, key: GraphKey) -> CaptureError | None:
         """Capture `key`; on failure remember that, warn once and return the error."""
         self.failed.pop(key, None)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-import mmgraph.manager.plans
-from mmgraph import CaptureError, ConfigError, EncoderCudaGraphManager, GraphConfig, Reason
-from tests.manager.engine import MeasuredBackend, assert_items_equal, call_of, make_manager
+import mmgraph.manager.store
+from mmgraph import (
+    BufferSpec,
+    CaptureError,
+    ConfigError,
+    EncoderCudaGraphManager,
+    GraphConfig,
+    GraphKey,
+    Reason,
+)
+from tests.manager.engine import (
+    EngineEncoder,
+    MeasuredBackend,
+    assert_items_equal,
+    call_of,
+    make_manager,
+)
 
 
 def serve(manager: EncoderCudaGraphManager, lengths: list[int], times: int) -> None:
@@ -90,14 +105,43 @@ def test_only_what_is_faster_replaces_a_budget(
     class Timed(MeasuredBackend):
         is_timed = True
 
-    seconds = iter([2.0, 1.0] if faster else [1.0, 1.0])
-    monkeypatch.setattr(mmgraph.manager.plans, "shortest", lambda *_: next(seconds))
+    seconds = iter([1.0, 2.0] if faster else [1.0, 1.0])
+    monkeypatch.setattr(mmgraph.manager.store, "shortest", lambda *_: next(seconds))
     backend = Timed()
     manager = make_manager(backend=backend)
     serve(manager, [18], 20)
     assert budgets(manager) == ({32: 7, 18: 13} if faster else {32: 20})
     assert backend.captured == [32, 18]
     assert Reason.NOT_FASTER not in manager.stats().misses
+
+
+class Reversed(EngineEncoder):
+    """Has a buffer of indices, of which none may be beyond the budget."""
+
+    def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]:
+        order = torch.arange(key.token_budget).flip(0)
+        spec = BufferSpec((key.token_budget,), torch.int64, order)
+        return {**super().capture_inputs(key), "order": spec}
+
+    def replay_inputs(self, *call: Any) -> dict[str, Sequence[torch.Tensor]]:
+        order = torch.arange(call[-1].token_budget).flip(0)
+        return {**super().replay_inputs(*call), "order": [order]}
+
+    def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> torch.Tensor:
+        again = buffers["patches"][buffers["order"]][buffers["order"]]
+        return super().encoder_forward({**buffers, "patches": again}, key)
+
+
+def test_each_graph_is_timed_on_buffers_of_its_own() -> None:
+    class Timed(MeasuredBackend):
+        is_timed = True
+
+    manager = make_manager(Reversed(), Timed(), exact_after=2)
+    with torch.no_grad():
+        for lengths in ([10], [32], [10], [32], [10]):  # the graph of 16 is timed after that of 32
+            manager.execute(call_of(lengths))
+    assert set(budgets(manager)) >= {16, 32}
+    assert manager.stats().misses == {}
 
 
 def test_the_number_of_calls_must_be_one() -> None:
