@@ -66,6 +66,20 @@ class GraphConfig:
     """On a GPU, keep the weights of linear layers with odd widths in padded storage, of which the
     parameters are views."""
 
+    merge_weights: bool = True
+    """On a GPU, keep the weights of linear layers that read the same input (query, key and value;
+    gate and up) side by side, so that they are one matrix product; the parameters are views."""
+
+    fuse_activations: bool = True
+    """On a GPU, let a linear layer apply the GELU (tanh approximation) that follows it, on its way
+    out and before it rounds."""
+
+    choose_attention: bool = True
+    """On a GPU, take for each graph of a packed tower the attention kernel that is measured to be
+    the fastest: PyTorch's flash attention, a dense one where segments are all of one length (which
+    then get graphs of their own), FlashAttention 4 if it is installed. The report shows the times.
+    """
+
     max_items: int = 8
     """Items that graphs captured up front can hold at once."""
 
@@ -78,7 +92,16 @@ class GraphConfig:
     has recorded, so that no call ever waits for a capture."""
 
     max_graphs: int = 64
-    """Graphs an encoder may hold; further sizes run in eager mode."""
+    """Graphs an encoder may hold. Further sizes run in eager mode, until one of them is clearly
+    more useful than a graph that there is, which then gives way: a graph is worth how often it was
+    replayed, lately, times the seconds that saved."""
+
+    max_graph_bytes: int | None = None
+    """Device memory that an encoder's graphs and their buffers may take; ``None`` for any. A graph
+    that goes beyond is freed as soon as it is captured; otherwise like `max_graphs`."""
+
+    min_hits: int = 1
+    """With ``capture="lazy"``: how often a graph must have been asked for before it is captured."""
 
     backend: Backend = "auto"
     """"cuda" (graphs), "trace" (recordings, for machines without a GPU), or whichever fits."""
@@ -94,6 +117,9 @@ class GraphConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_positive("max_items", self.max_items)
         _check_positive("max_graphs", self.max_graphs)
+        if self.max_graph_bytes is not None:
+            _check_positive("max_graph_bytes", self.max_graph_bytes)
+        _check_positive("min_hits", self.min_hits)
         _check_count("exact_after", self.exact_after)
         _check_count("verify_every", self.verify_every)
         _check_choice("mode", self.mode, get_args(Mode))

@@ -39,6 +39,7 @@ class Reason(Enum):
     GRAPH_LIMIT = "max_graphs is reached"
     CAPTURE_FAILED = "capture failed earlier"
     OUT_OF_MEMORY = "memory ran out while capturing"
+    MEMORY_LIMIT = "max_graph_bytes is reached"
     PIECEWISE = "mode='piecewise', and the call has not come twice"
     NOT_FASTER = "its graph was no faster than eager mode"
     DATA_DEPENDENT = "sizes within the encoder depend on the contents of the call"
@@ -125,6 +126,8 @@ class GraphKey:
         max_seqlen: Longest segment of each kind (upper bound).
         signature: See :class:`EncoderBatch` (baked).
         exact: For a graph of one exact call: see :class:`ExactCall` (baked).
+        uniform: For each kind of attention whether its segments are all exactly as long as the
+            bound and fill the budget, so that they can be a dense batch (baked); empty if none are.
     """
 
     token_budget: int
@@ -132,10 +135,11 @@ class GraphKey:
     max_seqlen: tuple[int, ...] = ()
     signature: Hashable = None
     exact: Hashable = None
+    uniform: tuple[bool, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        bounds = (self.token_budget, self.segment_capacity, self.max_seqlen)
+        bounds = (self.token_budget, self.segment_capacity, self.max_seqlen, self.uniform)
         object.__setattr__(self, "_hash", hash((bounds, self.signature, self.exact)))
 
     def __hash__(self) -> int:
@@ -145,10 +149,12 @@ class GraphKey:
     def __reduce__(self) -> tuple[type[GraphKey], tuple[Any, ...]]:
         """Pickle without the hash, see :class:`EncoderBatch`."""
         bounds = (self.token_budget, self.segment_capacity, self.max_seqlen)
-        return (type(self), (*bounds, self.signature, self.exact))
+        return (type(self), (*bounds, self.signature, self.exact, self.uniform))
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key can serve whatever one of `other` can."""
+        if self.uniform:
+            return self == other
         return (
             self.signature == other.signature
             and self.exact == other.exact
@@ -162,6 +168,8 @@ class GraphKey:
         if self.segment_capacity:
             parts.append("segments <= " + "/".join(map(str, self.segment_capacity)))
             parts.append("seqlen <= " + "/".join(map(str, self.max_seqlen)))
+        if self.uniform:
+            parts.append("segments of one length")
         if self.exact is not None:
             parts.append("one exact call")
         return ", ".join(parts)
@@ -219,6 +227,7 @@ class EncoderFacts:
         eager_returns: "tree" if ``embed_multimodal`` returns what ``encoder_forward`` returns,
             "items" if it returns one tensor an item; then only the first tensor that
             ``encoder_forward`` returns is kept.
+        uniform_graphs: Whether graphs for segments of one length are worth keys of their own.
         probes: Calls that a fresh graph of a key must answer as eager mode does before it serves;
             ``None`` for encoders that always take the same way through their code.
         examples: Batches that calls of about `budget` tokens and at most `max_items` items look
@@ -233,5 +242,6 @@ class EncoderFacts:
     min_tokens: int = 1
     max_tokens: int = 1
     eager_returns: Literal["tree", "items"] = "items"
+    uniform_graphs: bool = False
     probes: Callable[[GraphKey], Sequence[Mapping[str, Any]]] | None = None
     examples: Callable[[int, int], Sequence[EncoderBatch]]

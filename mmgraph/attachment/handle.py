@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from mmgraph.attachment.doors import all_methods, is_usual
 from mmgraph.attachment.features import FeatureModel
 from mmgraph.attachment.lifetime import register
 from mmgraph.attachment.refit import refit
@@ -88,7 +89,7 @@ class Handle:
         self._methods = [
             self._make_method(encoder_for(tower, method, preparation, self._watches[tower]))
             for tower, preparation in self._preparations.items()
-            for method in tower.methods
+            for method in all_methods(tower)
         ]
         for method in self._methods:
             method.install()
@@ -174,9 +175,10 @@ class Handle:
         Raises:
             UnsupportedModelError: The input shape of no encoder can be read off it.
         """
-        managers = [m.manager for m in self._methods if m.manager is not None]
+        usual = [m for m in self._methods if is_usual(m.encoder.tower, m.encoder.method)]
+        managers = [m.manager for m in usual if m.manager is not None]
         if managers and self._attached:
-            rehearse(self.model, [m.encoder for m in self._methods])
+            rehearse(self.model, [m.encoder for m in usual])
         known: list[EncoderCudaGraphManager] = []
         for manager in managers:
             try:
@@ -306,7 +308,10 @@ def _prepare(tower: Tower, config: GraphConfig) -> Preparation:
         tower.module,
         tower.name,
         align_weights=config.align_weights,
+        merge_weights=config.merge_weights,
+        fuse_activations=config.fuse_activations,
         compile_blocks=config.compile_blocks,
+        choose_attention=config.choose_attention,
     )
 
 

@@ -25,6 +25,8 @@ _VIDEO_INPUTS = frozenset({"pixel_values_videos"})
 _AUDIO_INPUTS = frozenset({"input_features", "input_values", "audio_mel"})
 _LATER_INPUTS = frozenset({"encoder_hidden_states", "position_embeddings", "labels", "targets"})
 """What comes with ``hidden_states`` of an embedding or an encoder: decoders, heads, inner parts."""
+_OUTER_INPUTS = frozenset({"labels", "image_embeddings"})
+"""What a model around a tower takes: a loss is computed, or the tower's own output is given."""
 _MEDIA = frozenset({"image", "video", "audio"})
 _TIMM_METHODS = ("forward", "forward_features")
 
@@ -66,20 +68,21 @@ def _as_tower(name: str, module: nn.Module, model: nn.Module) -> Tower | None:
     if not hasattr(module, "config"):  # every PreTrainedModel has one; layers are not looked at
         return None
     parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-    if not _is_pretrained(module) or _TEXT_INPUTS.intersection(parameters):
+    if not _is_encoder_class(module) or _TEXT_INPUTS.intersection(parameters):
         return None
     if "grid_thw" in parameters:
-        return Tower(name, module, "packed", _vision_modalities(model))
+        return Tower(name, module, "packed", _vision_modalities(module, model))
     first = parameters[0] if parameters else ""
     if first in _AUDIO_INPUTS:
         return Tower(name, module, "rows", ("audio",))
-    if first in _VISION_INPUTS and not (_has_loss(parameters) and _inner_tower(module)):
-        return Tower(name, module, "rows", _vision_modalities(model))
-    if first in _VIDEO_INPUTS and not (_has_loss(parameters) and _inner_tower(module)):
+    if first in _VISION_INPUTS and not _is_around_a_tower(module, parameters):
+        return Tower(name, module, "rows", _vision_modalities(module, model))
+    if first in _VIDEO_INPUTS and not _is_around_a_tower(module, parameters):
         return Tower(name, module, "rows", ("video",))
     if first == "hidden_states" and _takes_media_only(module):
         audio = "audio" in _declared_modalities(module)
-        return Tower(name, module, "rows", ("audio",) if audio else _vision_modalities(model))
+        modalities = ("audio",) if audio else _vision_modalities(module, model)
+        return Tower(name, module, "rows", modalities)
     return None
 
 
@@ -101,20 +104,24 @@ def _declared_modalities(module: nn.Module) -> frozenset[str]:
     return frozenset((declared,) if isinstance(declared, str) else declared)
 
 
-def _has_loss(parameters: list[str]) -> bool:
-    return "labels" in parameters
+def _is_around_a_tower(module: nn.Module, parameters: list[str]) -> bool:
+    return not _OUTER_INPUTS.isdisjoint(parameters) and any(
+        _as_tower(n, m, module) for n, m in module.named_modules() if n
+    )
 
 
-def _inner_tower(module: nn.Module) -> bool:
-    return any(_as_tower(n, m, module) for n, m in module.named_modules() if n)
-
-
-def _vision_modalities(model: nn.Module) -> tuple[str, ...]:
+def _vision_modalities(module: nn.Module, model: nn.Module) -> tuple[str, ...]:
+    if _declared_modalities(module) == {"video"}:
+        return ("video",)
     return ("image", "video") if hasattr(model, "get_video_features") else ("image",)
 
 
-def _is_pretrained(module: Any) -> bool:
-    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+def _is_encoder_class(module: Any) -> bool:
+    """Whether it is a model of transformers, or a stack of layers in all but that (GroupViT's)."""
+    if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
+        return True
+    is_vision = "Vision" in type(module.config).__name__
+    return is_vision and any(isinstance(part, nn.ModuleList) for part in module.modules())
 
 
 def _is_timm(model: nn.Module) -> bool:

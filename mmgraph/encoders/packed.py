@@ -18,8 +18,8 @@ from mmgraph.encoders.preparation import Preparation
 from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
 from mmgraph.encoders.watch import TowerWatch
-from mmgraph.errors import InvalidInputError, UnsupportedModelError
-from mmgraph.ops import VARLEN_ATTENTION, register_varlen_attention
+from mmgraph.errors import CaptureError, InvalidInputError, UnsupportedModelError
+from mmgraph.ops import VARLEN_ATTENTION, attending, register_varlen_attention
 from mmgraph.types import (
     BufferSpec,
     EncoderBatch,
@@ -62,7 +62,10 @@ class PackedEncoder(TowerEncoder):
 
     def exact_forward(self, **mm_kwargs: Any) -> Any:
         """Call the tower with one attention call for all segments, whatever it is set to."""
-        with _attention_implementation(self.tower.module, VARLEN_ATTENTION):
+        with (
+            _attention_implementation(self.tower.module, VARLEN_ATTENTION),
+            attending(choices=self.preparation.attention),
+        ):
             return super().exact_forward(**mm_kwargs)
 
     def encoder_facts(self) -> EncoderFacts:
@@ -75,6 +78,7 @@ class PackedEncoder(TowerEncoder):
             min_tokens=64 * merge * merge,
             max_tokens=_DEFAULT_MAX_TOKENS,
             eager_returns="tree",
+            uniform_graphs=self.preparation.attention is not None,
             probes=self._probes,
             examples=self._examples,
         )
@@ -130,7 +134,12 @@ class PackedEncoder(TowerEncoder):
             **self.metadata.kwargs(buffers[_METADATA], key),
             **self._constants(key),
         }
-        with _attention_implementation(self.tower.module, VARLEN_ATTENTION):
+        bounds = zip(key.segment_capacity, key.max_seqlen, key.uniform, strict=False)
+        uniform = frozenset((count, longest) for count, longest, same in bounds if same)
+        with (
+            _attention_implementation(self.tower.module, VARLEN_ATTENTION),
+            attending(uniform, self.preparation.attention),
+        ):
             return self.preparation.run(lambda: self.forward(**call))
 
     def _read_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
@@ -211,13 +220,16 @@ class PackedEncoder(TowerEncoder):
         return examples
 
     def _probes(self, key: GraphKey) -> Sequence[Mapping[str, Any]]:
-        """Two calls: the largest images that the graph takes, and smaller ones."""
-        return [self._probe_call(key, seed) for seed in (1, 2)]
+        """Two calls: the largest images that the graph takes, and smaller ones if it takes any."""
+        largest = max(key.max_seqlen)
+        sizes = (largest, largest) if key.uniform else (largest, largest // 2)
+        return [self._probe_call(key, size, seed) for seed, size in enumerate(sizes, start=1)]
 
-    def _probe_call(self, key: GraphKey, seed: int) -> dict[str, Any]:
+    def _probe_call(self, key: GraphKey, size: int, seed: int) -> dict[str, Any]:
         assert isinstance(key.signature, CallSignature)
         ((name, shape, dtype),) = key.signature.tensors
-        grids = self._probe_grids(key, max(key.max_seqlen) // seed)
+        find = self._uniform_grids if key.uniform else self._probe_grids
+        grids = find(key, size)
         rows = sum(t * h * w for t, h, w in grids)
         return {
             name: self._random(rows, *shape, seed=seed).to(dtype),
@@ -238,6 +250,21 @@ class PackedEncoder(TowerEncoder):
             if (count and all(a <= b for a, b in longest)) or size <= merge * merge:
                 return [item.geometry] * max(1, count)
             size //= 2
+
+    def _uniform_grids(self, key: GraphKey, size: int) -> list[Grid]:
+        """Equal images of `size` tokens that fill a graph whose segments are all of one length."""
+        merge, count = self.metadata.merge_size, key.token_budget // size
+        for height in range(merge, size // merge + 1, merge):
+            item = None if size % height else self._item((1, height, size // height))
+            if item is None:
+                continue
+            kinds = zip(key.uniform, item.num_segments, key.segment_capacity, strict=True)
+            if item.max_seqlen == key.max_seqlen and all(
+                n * count == capacity if same else n * count <= capacity
+                for same, n, capacity in kinds
+            ):
+                return [item.geometry] * count
+        raise CaptureError(f"no images of {size} tokens each fill a graph of {key}")
 
 
 def read_grids_on_host(grid: Any) -> list[list[int]]:

@@ -7,18 +7,20 @@ switched off. Only captures see it: a call in eager mode runs the library's own 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from mmgraph.encoders.activation import FusedActivations
 from mmgraph.encoders.align import AlignedWeights
 from mmgraph.encoders.blocks import compiled_blocks, find_blocks
 from mmgraph.encoders.patch_embed import linear_patch_embeddings
 from mmgraph.errors import CaptureError
 from mmgraph.log import get_logger
+from mmgraph.ops import AttentionChoice, AttentionShape
 
 __all__ = ["Preparation"]
 
@@ -33,7 +35,10 @@ class Preparation:
         module: The tower. Weights that are to be aligned move at once.
         name: Of the tower, for messages.
         align_weights: Whether weights with odd widths are padded.
+        merge_weights: Whether layers that read the same input become one product.
+        fuse_activations: Whether linear layers apply the activation after them.
         compile_blocks: Whether repeated blocks are compiled.
+        choose_attention: Whether the kernel of attention over segments is chosen by measurement.
     """
 
     def __init__(
@@ -42,16 +47,26 @@ class Preparation:
         name: str,
         *,
         align_weights: bool = False,
+        merge_weights: bool = False,
+        fuse_activations: bool = False,
         compile_blocks: bool = False,
+        choose_attention: bool = False,
     ) -> None:
         self._module = module
         self._name = name
-        self._weights = AlignedWeights(module) if align_weights else None
+        self._weights = AlignedWeights(module, pad=align_weights, merge=merge_weights)
+        self._activations = (
+            FusedActivations(module, self._weights.layers) if fuse_activations else None
+        )
         self._num_blocks = len(find_blocks(module)) if compile_blocks else 0
         self.no_compile: str | None = None if compile_blocks else "switched off"
         """Why blocks aren't compiled; ``None`` if they are."""
         if compile_blocks and not self._num_blocks:
             self.no_compile = "the tower has no repeated blocks"
+        self.attention: dict[AttentionShape, AttentionChoice] | None = (
+            {} if choose_attention else None
+        )
+        """The kernels that were chosen; ``None`` if none are to be."""
         self._compiled = False
         self._without_compile = False
         self.on_trial = self.no_compile is None
@@ -101,29 +116,45 @@ class Preparation:
     def describe(self) -> list[str]:
         """What is done to the tower, a line each."""
         lines = []
-        if self._weights:
+        if self._weights.widths:
             widths = ", ".join(f"{n} to {m}" for n, m in self._weights.widths.items())
             lines.append(f"{len(self._weights)} linear layers on padded weights ({widths})")
+        if self._weights.num_merged:
+            lines.append(f"{self._weights.num_merged} linear layers merged with their neighbours")
+        if self._activations:
+            lines.append(f"{len(self._activations)} linear layers with their activation")
         if self.no_compile is None:
             lines.append(f"{self._num_blocks} blocks compiled")
         elif self._num_blocks:
             lines.append(f"blocks not compiled: {self.no_compile}")
-        return lines
+        return lines + _describe_attention(self.attention or {})
 
     def undo(self) -> None:
         """Give the tower its own parameters back, after its graphs are gone."""
-        if self._weights is not None:
-            self._weights.undo()
+        self._weights.undo()
 
     @contextmanager
     def _applied(self, *, compiled: bool) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(linear_patch_embeddings(self._module))
-            if self._weights:
-                stack.enter_context(self._weights.applied())
+            stack.enter_context(self._weights.applied())
+            if self._activations is not None:
+                stack.enter_context(self._activations.applied())
             if compiled:
                 stack.enter_context(compiled_blocks(self._module))
             yield
+
+
+def _describe_attention(choices: Mapping[AttentionShape, AttentionChoice]) -> list[str]:
+    lines = []
+    for shape, choice in sorted(choices.items(), key=lambda pair: pair[0][:3]):
+        if choice.milliseconds:
+            times = ", ".join(f"{name} {1e3 * ms:.0f}" for name, ms in choice.milliseconds.items())
+            lines.append(
+                f"attention over {shape.tokens} tokens in segments of {shape.longest}: "
+                f"{choice.kernel} (us: {times})"
+            )
+    return lines
 
 
 def _is_recording() -> bool:

@@ -60,8 +60,14 @@ class RowsEncoder(TowerEncoder):
     def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]:
         assert isinstance(key.signature, CallSignature)
         rows = key.token_budget // self._tokens_per_row()
+        # Masks that mask nothing: a warm-up may read them as sizes, on the host.
         return {
-            name: BufferSpec((rows, *shape), dtype) for name, shape, dtype in key.signature.tensors
+            name: BufferSpec(
+                (rows, *shape),
+                dtype,
+                None if dtype.is_floating_point else torch.ones(rows, *shape, dtype=dtype),
+            )
+            for name, shape, dtype in key.signature.tensors
         }
 
     def replay_inputs(

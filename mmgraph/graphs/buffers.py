@@ -56,7 +56,10 @@ class BufferArena:
     def __init__(self, largest: Mapping[str, BufferSpec], device: torch.device) -> None:
         # Plain tensors even when made inside inference mode: they are written in every mode.
         with torch.inference_mode(False):
-            self.storage = {name: _unfilled(spec, device) for name, spec in largest.items()}
+            self.storage = {
+                name: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+                for name, spec in largest.items()
+            }
 
     @property
     def num_bytes(self) -> int:
@@ -94,9 +97,3 @@ def _generator(device: torch.device) -> torch.Generator:
     generator = torch.Generator(device=device)
     generator.manual_seed(0)
     return generator
-
-
-def _unfilled(spec: BufferSpec, device: torch.device) -> torch.Tensor:
-    """Any numbers, but no sizes and indices of billions: a warm-up reads those on the host."""
-    make = torch.empty if spec.dtype.is_floating_point else torch.zeros
-    return make(spec.shape, dtype=spec.dtype, device=device)

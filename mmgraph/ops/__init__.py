@@ -1,5 +1,7 @@
 """Kernels and functions that encoders are run with inside a graph."""
 
+from mmgraph.ops.choice import AttentionChoice, AttentionShape, attending
+from mmgraph.ops.linear import linear_gelu
 from mmgraph.ops.varlen import (
     VARLEN_ATTENTION,
     register_varlen_attention,
@@ -9,6 +11,10 @@ from mmgraph.ops.varlen import (
 
 __all__ = [
     "VARLEN_ATTENTION",
+    "AttentionChoice",
+    "AttentionShape",
+    "attending",
+    "linear_gelu",
     "register_varlen_attention",
     "varlen_attention",
     "varlen_attention_reference",

@@ -2,8 +2,8 @@
 
 Packed towers of transformers split by ``lengths.tolist()`` unless the name of their attention
 implementation contains "flash"; only then do they pass on ``cu_seq_lens_q`` and ``max_length_q``.
-One function is registered under such a name. On CUDA in half precision it is PyTorch's own flash
-attention; elsewhere a gather into one padded row a segment, then dense attention.
+One function is registered under such a name. On CUDA in half precision it is the kernel that
+``choice.py`` finds fastest; elsewhere a gather into one padded row a segment, then dense attention.
 
 Rows outside every segment: flash leaves them unwritten, the other path writes zeros. Neither
 reads them, so whatever they hold stays in them (every other operation of a packed tower works
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from mmgraph.ops.choice import attend, dense_attention, is_uniform
 
 __all__ = [
     "VARLEN_ATTENTION",
@@ -52,28 +54,46 @@ def varlen_attention(
     Returns:
         (T, H, K). Rows outside every segment are undefined.
     """
+    output: torch.Tensor = torch.ops.mmgraph.varlen_attention(
+        query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale
+    )
+    return output
+
+
+# An operator, so that compiled code leaves the choice of a kernel to the moment of the call.
+@torch.library.custom_op(
+    "mmgraph::varlen_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, "
+    "float? scale) -> Tensor",
+)
+def _varlen_attention(
+    query_THK: torch.Tensor,
+    key_THK: torch.Tensor,
+    value_THK: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+) -> torch.Tensor:
     head_dim = query_THK.shape[-1]
+    arguments = (query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale)
     if (
         query_THK.device.type == "cuda"
         and query_THK.dtype in _FLASH_DTYPES
         and head_dim <= _FLASH_MAX_HEAD_DIM
         and head_dim % 8 == 0
     ):
-        output: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            query_THK,
-            key_THK,
-            value_THK,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            0.0,
-            False,
-            False,
-            scale=scale,
-        )[0]
-        return output
-    return varlen_attention_reference(query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale)
+        output_THK = attend(*arguments)
+    elif is_uniform(cu_seqlens, max_seqlen):
+        output_THK = dense_attention(query_THK, key_THK, value_THK, max_seqlen, scale)
+    else:
+        output_THK = varlen_attention_reference(*arguments)
+    return output_THK.contiguous()  # which is what compiled code expects
+
+
+@_varlen_attention.register_fake
+def _(query_THK: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(query_THK, memory_format=torch.contiguous_format)
 
 
 def varlen_attention_reference(

@@ -128,3 +128,25 @@ def test_arguments_without_a_name_run_in_eager_mode_and_are_counted(eager: bool)
         reason = Reason.ENFORCE_EAGER if eager else Reason.UNSUPPORTED_CALL
         assert handle.stats().misses == {reason: 1}
         assert handle.stats().calls == 1
+
+
+class ReadsLengths(MaskedTower):
+    """Reads lengths off its mask on the host; where there are none it would divide by zero."""
+
+    def forward(self, pixel_values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        assert mask is not None
+        parts = 12 // int(mask.sum(dim=1).max())
+        return super().forward(pixel_values, mask) * parts
+
+
+@torch.no_grad()
+def test_a_capture_is_tried_on_a_mask_that_masks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU the quotient would be a number of billions, and a list of that length follows."""
+    tower = make(ReadsLengths)
+    with mmgraph.attach(tower, GraphConfig(row_budgets=(1, 2, 4))) as handle:
+        for _ in range(2):
+            arguments = call(2)
+            expected = MaskedTower.forward(tower, **arguments) * 3
+            torch.testing.assert_close(tower(**arguments), expected)
+        assert handle.stats().misses, "reading a mask on the host has no graph of a budget"
+    assert "ZeroDivisionError" not in caplog.text

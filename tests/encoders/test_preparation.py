@@ -75,7 +75,7 @@ def test_the_parameters_are_the_users_own_all_along(tower: Tower) -> None:
     parameters = dict(tower.named_parameters())
     pointers = {name: p.data_ptr() for name, p in parameters.items()}
     weights = AlignedWeights(tower)
-    assert not any(padded.weight.tensor.grad_fn for padded in weights._layers.values())
+    assert not any(product.weight.tensor.grad_fn for product in weights._products)
     for name, value in tower.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(dict(tower.named_parameters())[n] is p for n, p in parameters.items())

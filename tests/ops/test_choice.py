@@ -1,0 +1,137 @@
+"""Which kernel attends: dense where segments are of one length, and whichever is the fastest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mmgraph.ops.choice as choice
+from mmgraph.ops import AttentionChoice, AttentionShape, attending, varlen_attention
+from tests.ops.test_varlen import Attention, boundaries, by_segment, tensors
+
+LENGTHS = [[24], [12, 12], [8] * 5]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_measured", {})
+
+
+def attended(qkv: Attention, lengths: list[int], scale: float | None = None) -> torch.Tensor:
+    table = boundaries(lengths, device=qkv[0].device.type)
+    return varlen_attention(*qkv, table, max(lengths), scale)
+
+
+def assert_right(output: torch.Tensor, qkv: Attention, lengths: list[int], scale: Any) -> None:
+    exact = by_segment(tuple(x.double() for x in qkv), lengths, scale)  # type: ignore[arg-type]
+    tolerance = 1e-5 if output.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(output.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_segments_of_one_length_are_a_dense_batch(
+    monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int], scale: float | None
+) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    qkv = tensors(sum(lengths), head_dim=72, dtype=dtype, device=device)
+    dense: list[int] = []
+    original = choice.dense_attention
+
+    def seen(*arguments: Any) -> torch.Tensor:
+        dense.append(arguments[3])
+        return original(*arguments)
+
+    for module in ("choice", "varlen"):
+        monkeypatch.setattr(f"mmgraph.ops.{module}.dense_attention", seen)
+    assert_right(attended(qkv, lengths, scale), qkv, lengths, scale)
+    assert not dense, "nobody said that they are"
+    with attending(frozenset({(len(lengths), lengths[0])}), {}):
+        assert_right(attended(qkv, lengths, scale), qkv, lengths, scale)
+    assert set(dense) == {lengths[0]}
+
+
+def test_what_is_said_of_one_table_is_not_taken_for_another() -> None:
+    qkv = tensors(24)
+    with attending(frozenset({(1, 24)})):
+        assert_right(attended(qkv, [20, 4]), qkv, [20, 4], None)
+        assert_right(attended(qkv, [8, 16]), qkv, [8, 16], None)
+
+
+def test_it_is_forgotten_after_the_block() -> None:
+    with pytest.raises(RuntimeError), attending(frozenset({(1, 24)}), {}):
+        raise RuntimeError
+    assert not choice.is_uniform(boundaries([24]), 24)
+
+
+def test_values_of_any_strides_do() -> None:
+    """Towers hand over slices of one matrix of queries, keys and values."""
+    query, key, value = torch.randn(3, 2, 24, 16).transpose(1, 2).unbind(0)
+    with attending(frozenset({(3, 8)})):
+        output = attended((query, key, value), [8] * 3)
+    assert output.is_contiguous()
+    assert_right(output, (query, key, value), [8] * 3, None)
+
+
+def run_cuda(lengths: list[int], choices: dict[AttentionShape, AttentionChoice]) -> torch.Tensor:
+    qkv = tensors(sum(lengths), head_dim=64, dtype=torch.bfloat16, device="cuda")
+    with attending(frozenset({(len(lengths), lengths[0])}), choices):
+        output = attended(qkv, lengths)
+    assert_right(output, qkv, lengths, None)
+    return output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fastest", ["flash", "dense"])
+def test_the_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch, fastest: str) -> None:
+    order = iter([1.0, 2.0] if fastest == "flash" else [2.0, 1.0])
+    monkeypatch.setattr(choice, "_milliseconds", lambda run: (run(), next(order))[1])
+    monkeypatch.setattr(choice, "_has_flash_4", lambda: False)
+    for _ in range(2):  # the second time nothing is timed
+        choices: dict[AttentionShape, AttentionChoice] = {}
+        run_cuda([32, 32], choices)
+        ((shape, chosen),) = choices.items()
+        assert (shape.tokens, shape.segments, shape.longest, shape.uniform) == (64, 2, 32, True)
+        assert chosen.kernel == fastest
+        assert set(chosen.milliseconds) == {"flash", "dense"}
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package for another chip, say: installed, and of no use."""
+    monkeypatch.setattr(choice, "_has_flash_4", lambda: True)
+    broken = choice._Candidate(lambda *_: 1 / 0, lambda shape: True)
+    monkeypatch.setitem(choice._KERNELS, "flash-4", broken)
+    choices: dict[AttentionShape, AttentionChoice] = {}
+    run_cuda([32, 32], choices)
+    (chosen,) = choices.values()
+    assert set(chosen.milliseconds) == {"flash", "dense"}
+
+
+@pytest.mark.gpu
+def test_nothing_is_measured_in_a_capture() -> None:
+    choices: dict[AttentionShape, AttentionChoice] = {}
+    qkv = tensors(64, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    table = boundaries([32, 32], device="cuda")
+    varlen_attention(*qkv, table, 32)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), attending(frozenset({(2, 32)}), choices):
+        output = varlen_attention(*qkv, table, 32)
+    graph.replay()
+    assert_right(output, qkv, [32, 32], None)
+    (chosen,) = choices.values()
+    assert chosen == AttentionChoice("flash")
+
+
+@pytest.mark.gpu
+def test_without_a_choice_it_is_flash() -> None:
+    """Eager twins and tests of other things ask for no measurement."""
+    qkv = tensors(64, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    with attending(frozenset({(2, 32)})):
+        assert_right(attended(qkv, [32, 32]), qkv, [32, 32], None)
+    assert not choice._measured
