@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["debug_enabled", "gc_during_capture"]
+__all__ = ["debug_enabled", "gc_during_capture", "nvtx_enabled"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -19,5 +19,10 @@ def gc_during_capture() -> bool:
 
 
 def debug_enabled() -> bool:
-    """``MMGRAPH_DEBUG=1`` checks the address of every static buffer before each replay."""
+    """``MMGRAPH_DEBUG=1`` checks at each replay that no buffer moved and outputs are copies."""
     return _flag("MMGRAPH_DEBUG")
+
+
+def nvtx_enabled() -> bool:
+    """``MMGRAPH_NVTX=1`` marks captures, replays and eager calls in the timeline of Nsight."""
+    return _flag("MMGRAPH_NVTX")

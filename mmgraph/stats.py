@@ -29,12 +29,42 @@ class GraphRecord:
         replays: How often it was replayed.
         num_bytes: Device memory that its capture took from the pool, in bytes.
         capture_seconds: Seconds its warm-up and capture took.
+        compile_seconds: Seconds of these that compiling blocks took, as far as that is known.
+        replay_seconds: Seconds of a replay, where that is measured.
+        eager_seconds: Seconds in eager mode of what a replay served on average, likewise.
     """
 
     key: GraphKey
     replays: int
     num_bytes: int
     capture_seconds: float
+    compile_seconds: float = 0.0
+    replay_seconds: float | None = None
+    eager_seconds: float | None = None
+
+    @property
+    def saved_ms(self) -> float | None:
+        """Milliseconds that its replays saved by estimate; ``None`` where nothing is timed."""
+        if self.replay_seconds is None or self.eager_seconds is None:
+            return None
+        return 1e3 * self.replays * (self.eager_seconds - self.replay_seconds)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the record as JSON-ready data."""
+        timed: dict[str, object] = {}
+        if self.compile_seconds:
+            timed["compile_seconds"] = round(self.compile_seconds, 4)
+        if self.replay_seconds is not None:
+            timed["replay_ms"] = round(1e3 * self.replay_seconds, 4)
+        if self.saved_ms is not None:
+            timed["saved_ms"] = round(self.saved_ms, 3)
+        return {
+            "key": str(self.key),
+            "replays": self.replays,
+            "bytes": self.num_bytes,
+            "capture_seconds": round(self.capture_seconds, 4),
+            **timed,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +130,17 @@ class EncoderStats:
         """Seconds spent on capturing the graphs that are held now."""
         return sum(graph.capture_seconds for graph in self.graphs)
 
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds of these that compiling blocks took, as far as that is known."""
+        return sum(graph.compile_seconds for graph in self.graphs)
+
+    @property
+    def saved_ms(self) -> float | None:
+        """Milliseconds that graphs held now saved by estimate; ``None`` where nothing is timed."""
+        timed = [graph.saved_ms for graph in self.graphs if graph.saved_ms is not None]
+        return sum(timed) if timed else None
+
     def to_dict(self) -> dict[str, object]:
         """Return the snapshot as JSON-ready data."""
         return {
@@ -109,15 +150,7 @@ class EncoderStats:
             "misses": {reason.name: n for reason, n in self.misses.items()},
             "tokens": self.tokens,
             "padding": self.padding,
-            "graphs": [
-                {
-                    "key": str(g.key),
-                    "replays": g.replays,
-                    "bytes": g.num_bytes,
-                    "capture_seconds": round(g.capture_seconds, 4),
-                }
-                for g in self.graphs
-            ],
+            "graphs": [graph.to_dict() for graph in self.graphs],
             "call_sizes": _by_text(self.call_sizes),
             "item_sizes": _by_text(self.item_sizes),
             "budgets": list(self.budgets),
@@ -180,6 +213,7 @@ class StatsRecorder:
         self._calls = self._hits = self._tokens = self._padding = 0
         self._misses: Counter[Reason] = Counter()
         self._replays: Counter[GraphKey] = Counter()
+        self._tokens_by_key: Counter[GraphKey] = Counter()
         self._call_sizes, self._item_sizes = Histogram(), Histogram()
         self._pending: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
@@ -207,16 +241,23 @@ class StatsRecorder:
             self._tokens += num_tokens
             self._padding += key.token_budget - num_tokens
             self._replays[key] += 1
+            self._tokens_by_key[key] += num_tokens
 
     def forget(self, keys: list[GraphKey]) -> None:
         """Drop the replay counts of graphs that are gone."""
         with self._lock:
             for key in keys:
                 self._replays.pop(key, None)
+                self._tokens_by_key.pop(key, None)
 
     def replays(self, key: GraphKey) -> int:
         """How often the graph of `key` was replayed."""
         return self._replays[key]
+
+    def tokens_per_replay(self, key: GraphKey) -> int:
+        """Real tokens that a replay of `key` served on average; those of its budget before any."""
+        replays = self._replays[key]
+        return self._tokens_by_key[key] // replays if replays else key.token_budget
 
     def snapshot(
         self, graphs: tuple[GraphRecord, ...] = (), budgets: tuple[int, ...] = ()

@@ -274,3 +274,29 @@ def test_saved_statistics_are_their_dict_as_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "stats.json").read_text(encoding="utf-8")) == stats.to_dict()
     with pytest.raises(OSError, match="none"):
         stats.save(tmp_path / "none" / "stats.json")
+
+
+def test_what_a_graph_saved_is_estimated_where_it_is_timed() -> None:
+    timed = GraphRecord(SMALL, 10, 1, 1.0, 0.5, replay_seconds=2e-3, eager_seconds=5e-3)
+    plain = GraphRecord(LARGE, 10, 1, 1.0)
+    assert timed.saved_ms == pytest.approx(30.0)
+    assert plain.saved_ms is None
+    stats = EncoderStats(graphs=(timed, plain))
+    assert stats.saved_ms == pytest.approx(30.0)
+    assert stats.compile_seconds == 0.5
+    assert EncoderStats(graphs=(plain,)).saved_ms is None
+    assert timed.to_dict().keys() - plain.to_dict().keys() == {
+        "compile_seconds",
+        "replay_ms",
+        "saved_ms",
+    }
+
+
+def test_a_replay_serves_so_many_tokens_on_average() -> None:
+    recorder = StatsRecorder()
+    assert recorder.tokens_per_replay(SMALL) == 64
+    recorder.replayed(SMALL, 1, 20)
+    recorder.replayed(SMALL, 1, 40)
+    assert recorder.tokens_per_replay(SMALL) == 30
+    recorder.forget([SMALL])
+    assert recorder.tokens_per_replay(SMALL) == 64

@@ -22,13 +22,18 @@ def render_report(
         if s.graphs:
             lines.append(
                 f"  graphs    {len(s.graphs)}, {s.graph_bytes / 2**20:.1f} MiB, "
-                f"captured in {s.capture_seconds:.1f} s"
+                f"captured in {s.capture_seconds:.1f} s{_saved(s.saved_ms)}"
             )
         for graph in sorted(s.graphs, key=lambda g: g.key.token_budget):
             lines.append(
                 f"    {graph.key}: {graph.replays} replays, {graph.num_bytes / 2**20:.1f} MiB"
+                f"{_saved(graph.saved_ms)}"
             )
     return "\n".join(lines)
+
+
+def _saved(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else f", {milliseconds:.0f} ms saved"
 
 
 def _padding(stats: EncoderStats) -> str:

@@ -171,6 +171,10 @@ class ExactGraphs:
             self._free(key)
             self._seen.pop(key, None)
 
+    def refuse(self, key: GraphKey) -> None:
+        """Free the graph of `key`, for which there is no memory."""
+        self._drop(key, Reason.MEMORY_LIMIT, Reason.MEMORY_LIMIT.value)
+
     def clear(self) -> None:
         """Free every graph, and forget what was seen."""
         self.shrink(0)

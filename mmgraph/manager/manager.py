@@ -29,7 +29,9 @@ from mmgraph.manager.exact import copied, exact_graphs
 from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
 from mmgraph.manager.plan import Plan, Planner, Replay
 from mmgraph.manager.plans import Plans
-from mmgraph.manager.store import GraphStore
+from mmgraph.manager.prices import PER_REPLAY, in_eager
+from mmgraph.manager.ranges import Ranges
+from mmgraph.manager.store import Entry, GraphStore
 from mmgraph.manager.upfront import UpFront, estimate
 from mmgraph.protocol import (
     SupportsEncoderCudaGraph,
@@ -82,13 +84,24 @@ class EncoderCudaGraphManager:
         self.facts: EncoderFacts = model.encoder_facts()
         self.backend = backend or select_backend(config.backend, self.device)
         self.budgets = budgets_of(config, self.facts)
-        self._planner = Planner(self.budgets)
-        self._store = GraphStore(model, self.facts, self.backend, self.device, self.budgets[-1])
+        self._planner = Planner(self.budgets, uniform=self.facts.uniform_graphs)
+        self._store = GraphStore(
+            model,
+            self.facts,
+            self.backend,
+            self.device,
+            self.budgets[-1],
+            config.max_graph_bytes,
+        )
         self._stats = StatsRecorder()
+        self._store.limit.freed = lambda keys: self._stats.forget(list(keys))
+        self._store.limit.others = lambda: 0 if self._exact is None else self._exact.num_bytes
+        self._store.limit.reclaim = self._reclaim
         self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats.forget)
         self._plans = Plans(config, self._planner, self._store, self._captured)
         self._audit = Audit(config.verify_every, self.facts.name)
         self._debug = debug_enabled()
+        self._range = Ranges(self.facts.name)
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
         self._serving = self._plans.lazy
@@ -182,7 +195,7 @@ class EncoderCudaGraphManager:
 
     def _set_capturing(self, *, lazy: bool, at_once: bool) -> None:
         with self._lock:
-            self._plans.lazy = lazy
+            self._plans.lazy, self._plans.at_once = lazy, at_once
             self._plans.clear()
             self._serving = lazy or bool(self.stats().graphs)
             if self._exact is not None:
@@ -262,14 +275,23 @@ class EncoderCudaGraphManager:
     def stats(self) -> EncoderStats:
         """Counters and graphs as they are now."""
         with self._lock:
-            records = [
-                GraphRecord(key, self._stats.replays(key), entry.graph.num_bytes, entry.seconds)
-                for key, entry in self._store.entries.items()
-            ]
+            records = [self._record(key, entry) for key, entry in self._store.entries.items()]
             for key, exact in () if self._exact is None else self._exact.entries.items():
                 replays = self._stats.replays(key)
                 records.append(GraphRecord(key, replays, exact.num_bytes, exact.seconds))
             return self._stats.snapshot(tuple(records), self.budgets)
+
+    def _record(self, key: GraphKey, entry: Entry) -> GraphRecord:
+        tokens, measured = self._stats.tokens_per_replay(key), self._store.measured
+        return GraphRecord(
+            key,
+            self._stats.replays(key),
+            entry.graph.num_bytes,
+            entry.seconds,
+            entry.compile_seconds,
+            None if entry.replay_seconds is None else entry.replay_seconds + PER_REPLAY,
+            in_eager(key, tokens, measured),
+        )
 
     def memory_by_graph(self) -> dict[GraphKey, int]:
         """Device memory of each graph in bytes."""
@@ -326,9 +348,12 @@ class EncoderCudaGraphManager:
             else:
                 self._changes.replayed(fresh=self._stats.replays(key) == 0)
                 self._stats.replayed(key, num_items, key.token_budget)
+                if self._store.is_over:
+                    self._exact.refuse(key)
                 return self._audited(mm_kwargs, output)
         self._stats.missed(reason, num_items)
-        return self.model.embed_multimodal(**mm_kwargs)
+        with self._range("eager", reason.name):
+            return self.model.embed_multimodal(**mm_kwargs)
 
     def _refuse_mode(self, mm_kwargs: Mapping[str, Any]) -> None:
         """Raise ``Refusal`` where not even a graph of its own could serve the call now."""
@@ -365,7 +390,10 @@ class EncoderCudaGraphManager:
             collector.add(part.items, self._store.eager_tensors(output))
         with self.backend.ordered():
             for replay in plan.replays:
-                collector.add(replay.items, self._replay(mm_kwargs, batch, replay))
+                tensors = self._replay(mm_kwargs, batch, replay)
+                collector.add(replay.items, tensors)
+                if self._debug:
+                    collector.check_owned(tensors)
         return layout, collector.results
 
     def _replay(
@@ -374,11 +402,18 @@ class EncoderCudaGraphManager:
         entry = self._store.entries[replay.key]
         if self._debug:
             entry.buffers.check_addresses()
-        entry.buffers.load(self.model.replay_inputs(mm_kwargs, batch, replay.items, replay.key))
-        tensors = entry.graph.replay()
+        with self._range("replay", replay.key):
+            pieces = self.model.replay_inputs(mm_kwargs, batch, replay.items, replay.key)
+            entry.buffers.load(pieces)
+            tensors = entry.graph.replay()
         num_tokens = sum(batch.items[i].num_tokens for i in replay.items)
         self._stats.replayed(replay.key, len(replay.items), num_tokens)
         return tensors
+
+    def _reclaim(self) -> None:
+        """Let graphs of exact calls give way while too much memory is taken."""
+        while self._exact is not None and self._exact.entries and self._store.is_over:
+            self._exact.shrink(len(self._exact.entries) - 1)
 
     def _captured(self) -> None:
         self._changes.captured()

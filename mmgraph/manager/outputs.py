@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mmgraph.errors import CaptureError
+from mmgraph.errors import CaptureError, ReplayError
 from mmgraph.graphs.trees import fields_of, reordered
 from mmgraph.types import EncoderBatch
 
@@ -100,6 +100,16 @@ class Collector:
                 sources.append(tensor.narrow(leaf.dim, a, n))
                 targets.append(result.narrow(leaf.dim, b, n))
         torch._foreach_copy_(targets, sources)
+
+    def check_owned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise if the results lie in the memory of a graph, whose next replay overwrites it.
+
+        Raises:
+            ReplayError: One does.
+        """
+        theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+        if any(result.untyped_storage().data_ptr() in theirs for result in self.results):
+            raise ReplayError("an output lies in the memory of its graph: it has to be a copy")
 
     def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[_Leaf, torch.Tensor]]:
         return zip(self._layout.leaves, tensors, strict=True)

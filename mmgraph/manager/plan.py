@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from mmgraph.manager.prices import Measured, Prices
 from mmgraph.policy import Bin, pack, segment_tier, seqlen_tier
 from mmgraph.types import EncoderBatch, GraphKey, Reason
 
@@ -44,12 +46,14 @@ class Graphs:
         failed: Keys that can't be captured, and why.
         may_capture: Whether a plan may ask for a key that isn't captured yet.
         missing: The reason for eager mode where a key is missing.
+        measured: What graphs and eager mode take.
     """
 
     captured: Collection[GraphKey]
     failed: Mapping[GraphKey, Reason]
     may_capture: bool
     missing: Reason = Reason.NOT_CAPTURED
+    measured: Measured = field(default_factory=Measured)
 
 
 class Planner:
@@ -57,23 +61,25 @@ class Planner:
 
     Args:
         budgets: Ascending token budgets.
+        uniform: Whether segments of one length that fill a budget get a key of their own.
     """
 
-    def __init__(self, budgets: tuple[int, ...]) -> None:
+    def __init__(self, budgets: tuple[int, ...], *, uniform: bool = False) -> None:
         self.budgets = budgets
+        self._uniform = uniform
 
     def plan(self, batch: EncoderBatch, graphs: Graphs) -> Plan:
         """Divide the items of `batch`; replays may name keys that are still to be captured."""
         same = [key for key in graphs.captured if key.signature == batch.signature]
-        budgets = (
-            self.budgets if graphs.may_capture else tuple(sorted({k.token_budget for k in same}))
-        )
-        packing = pack([item.num_tokens for item in batch.items], budgets)
+        prices = Prices(batch, same, graphs.measured)
+        budgets = self._budgets(batch, same, graphs)
+        sizes = [item.num_tokens for item in batch.items]
+        packing = pack(sizes, budgets, prices=self._prices(batch, budgets, sum(sizes), prices))
         replays: list[Replay] = []
         eager: list[Eager] = []
         for bin_ in packing.bins:
             exact = self.key_for(batch, bin_)
-            key = _choose(exact, same, graphs)
+            key = self._choose(exact, same, graphs)
             if key is None:
                 eager.append(Eager(bin_.items, graphs.failed.get(exact, graphs.missing)))
             else:
@@ -82,36 +88,82 @@ class Planner:
             Eager((i,), self._oversized_reason(batch.items[i].num_tokens, graphs))
             for i in packing.oversized
         )
+        if not eager and prices.eager_is_cheaper([r.key for r in replays], sum(sizes)):
+            return Plan((), (Eager(tuple(range(len(sizes))), Reason.NOT_FASTER),))
         return Plan(tuple(replays), _merge(eager))
 
-    def key_for(self, batch: EncoderBatch, bin_: Bin) -> GraphKey:
-        """The tightest key for the items of `bin_`."""
-        items = [batch.items[i] for i in bin_.items]
-        counts = zip(*(item.num_segments for item in items), strict=True)
-        lengths = zip(*(item.max_seqlen for item in items), strict=True)
+    def key_for(self, batch: EncoderBatch, bin_: Bin, *, for_any: bool = False) -> GraphKey:
+        """The tightest key for the items of `bin_`; `for_any` batch with that many tokens."""
+        items, budget = [batch.items[i] for i in bin_.items], bin_.budget
+        counts = [sum(kind) for kind in zip(*(item.num_segments for item in items), strict=True)]
+        lengths = list(zip(*(item.max_seqlen for item in items), strict=True))
+        uniform = [
+            self._uniform and not for_any and min(kind) == max(kind) and n * max(kind) == budget
+            for n, kind in zip(counts, lengths, strict=True)
+        ]
+        if uniform[:1] != [True]:  # full attention comes first; windows alone aren't worth it
+            uniform = [False] * len(uniform)
+        kinds = list(zip(counts, map(max, lengths), uniform, strict=True))
         return GraphKey(
-            token_budget=bin_.budget,
-            segment_capacity=tuple(segment_tier(sum(kind)) for kind in counts),
-            max_seqlen=tuple(seqlen_tier(max(kind), bin_.budget) for kind in lengths),
+            token_budget=budget,
+            segment_capacity=tuple(n if same else segment_tier(n) for n, _, same in kinds),
+            max_seqlen=tuple(k if same else seqlen_tier(k, budget) for _, k, same in kinds),
             signature=batch.signature,
+            uniform=tuple(uniform) if any(uniform) else (),
         )
+
+    def _budgets(
+        self, batch: EncoderBatch, same: Sequence[GraphKey], graphs: Graphs
+    ) -> tuple[int, ...]:
+        """Budgets that items may go to: what may be captured, and what is."""
+        if not graphs.may_capture:
+            return tuple(sorted({key.token_budget for key in same}))
+        others = [key for key in same if key.token_budget not in self.budgets]
+        if not others or not batch.items:
+            return self.budgets
+        # Graphs of exactly some tokens, where they take whatever part of the batch goes there.
+        items = tuple(range(len(batch.items)))
+        extra = {
+            key.token_budget
+            for key in others
+            if key.covers(self.key_for(batch, Bin(items, key.token_budget)))
+        }
+        return tuple(sorted({*self.budgets, *extra}))
+
+    def _prices(
+        self, batch: EncoderBatch, budgets: Sequence[int], total: int, prices: Prices
+    ) -> list[float]:
+        """What each budget costs; where one replay does, what its very graph was measured at."""
+        costs = prices.of_budgets(budgets)
+        position = bisect_left(budgets, total)
+        if prices.are_measured and position < len(budgets):
+            items = tuple(range(len(batch.items)))
+            whole = prices.of_replays([self.key_for(batch, Bin(items, budgets[position]))])
+            costs[position] = costs[position] if whole is None else whole
+        return costs
+
+    def _choose(
+        self, exact: GraphKey, captured: Sequence[GraphKey], graphs: Graphs
+    ) -> GraphKey | None:
+        """The graph for a replay of at least `exact`: one that there is, or one to capture."""
+        if exact in graphs.captured:
+            return exact
+        covering = [key for key in captured if key.covers(exact)]
+        seconds = graphs.measured.replays
+        best = min(
+            covering,
+            key=lambda k: (seconds.get(k, 0.0), k.token_budget, k.max_seqlen, k.segment_capacity),
+            default=None,
+        )
+        near = [key for key in covering if _near(key, exact)]
+        if best is not None and (near or exact.token_budget not in self.budgets):
+            return best
+        if graphs.may_capture and exact not in graphs.failed:
+            return exact
+        return best
 
     def _oversized_reason(self, num_tokens: int, graphs: Graphs) -> Reason:
         return graphs.missing if num_tokens <= self.budgets[-1] else Reason.ABOVE_BUDGET
-
-
-def _choose(exact: GraphKey, captured: list[GraphKey], graphs: Graphs) -> GraphKey | None:
-    if exact in graphs.captured:
-        return exact
-    covering = [key for key in captured if key.covers(exact)]
-    best = min(
-        covering, key=lambda k: (k.token_budget, k.max_seqlen, k.segment_capacity), default=None
-    )
-    if best is not None and _near(best, exact):
-        return best
-    if graphs.may_capture and exact not in graphs.failed:
-        return exact
-    return best
 
 
 def _near(key: GraphKey, exact: GraphKey) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from mmgraph.config import GraphConfig
+from mmgraph.manager.demand import Demand
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
+from mmgraph.manager.prices import Prices, saving
 from mmgraph.manager.store import GraphStore
 from mmgraph.policy import Bin
 from mmgraph.types import EncoderBatch, GraphKey, Reason
@@ -16,12 +18,15 @@ __all__ = ["Plans"]
 
 _REMEMBERED = 256
 _TOLERATED_PADDING = 0.04
+_ROUNDS = 2
 
 
 @dataclass
 class _Known:
     plan: Plan
     uses: int
+    waiting: tuple[GraphKey, ...] = ()
+    """Keys that would be captured if they were asked for more often, or if there was room."""
 
 
 class Plans:
@@ -45,7 +50,10 @@ class Plans:
         self._planner = planner
         self._store = store
         self._captured = captured
+        self.at_once = False
+        """Whether a graph is captured the first time that it is asked for, whatever is set."""
         self._known: OrderedDict[EncoderBatch, _Known] = OrderedDict()
+        self._demand = Demand()
 
     def clear(self) -> None:
         """Forget all plans."""
@@ -53,39 +61,93 @@ class Plans:
 
     def plan(self, batch: EncoderBatch) -> Plan:
         """A plan whose replays are all captured; captures what it needs where that is allowed."""
+        self._demand.call()
         known = self._known.get(batch)
         if known is None:
-            return self._remember(batch, self._make(batch), uses=1)
-        known.uses += 1
-        if known.uses == self._config.exact_after:
-            return self._remember(batch, self._tightened(batch, known.plan), known.uses)
-        return known.plan
+            plan = self._make(batch, uses=1)
+        else:
+            known.uses += 1
+            plan = known.plan
+            if known.waiting and self._are_due(known.waiting):
+                plan = self._make(batch, known.uses)
+            elif known.uses == self._config.exact_after:
+                plan = self._remember(batch, self._tightened(batch, plan), known.uses)
+        for replay in plan.replays:
+            self._demand.add(replay.key)
+        return plan
 
-    def _remember(self, batch: EncoderBatch, plan: Plan, uses: int) -> Plan:
-        self._known[batch] = _Known(plan, uses)
+    def _are_due(self, waiting: Sequence[GraphKey]) -> bool:
+        """Count another wish for keys that were too rare or too many; whether one is due."""
+        for key in waiting:
+            self._demand.add(key)
+        return self.lazy and any(self._is_due(key) for key in waiting)
+
+    def _remember(
+        self, batch: EncoderBatch, plan: Plan, uses: int, waiting: Sequence[GraphKey] = ()
+    ) -> Plan:
+        self._known[batch] = _Known(plan, uses, tuple(waiting))
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return plan
 
-    def _make(self, batch: EncoderBatch) -> Plan:
-        entries, limit = self._store.entries, self._config.max_graphs
+    def _make(self, batch: EncoderBatch, uses: int) -> Plan:
+        entries = self._store.entries
+        rounds, asked = _ROUNDS, dict[GraphKey, None]()
         while True:
-            plan = self._planner.plan(batch, self._graphs())
+            plan = self._planner.plan(batch, self._graphs(may_capture=rounds > 0))
             missing = {r.key for r in plan.replays if r.key not in entries}
             if not missing:
-                return plan
-            for key in sorted(missing, key=lambda k: -k.token_budget):
-                if len(entries) < limit:
-                    self._capture(key)
+                return self._remember(batch, plan, uses)
+            for key in missing - asked.keys() if uses == 1 else ():
+                self._demand.add(key)
+            asked.update(dict.fromkeys(missing))
+            in_use = {r.key for r in plan.replays}
+            ready = [key for key in missing if self._is_due(key, in_use)]
+            if not ready:
+                plan = self._planner.plan(batch, self._graphs(may_capture=False, waiting=missing))
+                return self._remember(batch, plan, uses, tuple(missing))
+            for key in sorted(ready, key=lambda k: -k.token_budget):
+                self._capture(key, in_use)
+            # What was just measured may speak for another plan; once is enough.
+            rounds -= self._store.backend.is_timed and not self._store.failed.keys() & missing
 
-    def _graphs(self) -> Graphs:
-        room = len(self._store.entries) < self._config.max_graphs
-        missing = Reason.GRAPH_LIMIT if self.lazy and not room else Reason.NOT_CAPTURED
-        return Graphs(self._store.entries.keys(), self._store.failed, self.lazy and room, missing)
+    def _graphs(self, *, may_capture: bool, waiting: Collection[GraphKey] = ()) -> Graphs:
+        store, missing = self._store, Reason.NOT_CAPTURED
+        if self.lazy and len(store.entries) >= self._config.max_graphs:
+            missing = Reason.GRAPH_LIMIT
+        elif self.lazy and any(not store.has_room(key) for key in waiting):
+            missing = Reason.MEMORY_LIMIT
+        may_capture = may_capture and self.lazy
+        return Graphs(store.entries.keys(), store.failed, may_capture, missing, store.measured)
 
-    def _capture(self, key: GraphKey) -> None:
+    def _is_due(self, key: GraphKey, in_use: Collection[GraphKey] = ()) -> bool:
+        """Whether `key` is to be captured, in the place of other graphs where that is needed."""
+        if not (self.at_once or self._demand.wanted(key, self._config.min_hits)):
+            return False
+        return self._victims(key, in_use) is not None
+
+    def _victims(self, key: GraphKey, in_use: Collection[GraphKey]) -> list[GraphKey] | None:
+        """Graphs that have to go so that there is room for `key`; ``None`` if they are to stay."""
+        store, measured, gone = self._store, self._store.measured, list[GraphKey]()
+        while len(store.entries) - len(gone) >= self._config.max_graphs or not store.has_room(
+            key, gone
+        ):
+            others = [graph for graph in store.entries if graph not in {*in_use, *gone}]
+            victim = self._demand.victim(key, others, lambda graph: saving(graph, measured))
+            if victim is None:
+                return None
+            gone.append(victim)
+        return gone
+
+    def _capture(self, key: GraphKey, in_use: Collection[GraphKey] = ()) -> None:
         """Capture `key`; plans made before don't know of it, or that it failed."""
         self._known.clear()
+        victims = self._victims(key, in_use)
+        if victims is None:  # another one of the call took the room
+            return
+        if victims:
+            self._store.free(victims)
+            self._demand.evicted(victims)
         self._store.capture(key)
         self._captured()
 
@@ -93,26 +155,32 @@ class Plans:
         """One replay of exactly the tokens of `batch` where that is faster than `plan`."""
         tokens = sum(item.num_tokens for item in batch.items)
         spent = sum(replay.key.token_budget for replay in plan.replays)
-        padded = not plan.eager and spent - tokens > _TOLERATED_PADDING * spent
+        padded = not plan.replays or spent - tokens > _TOLERATED_PADDING * spent
+        by_choice = all(part.reason is Reason.NOT_FASTER for part in plan.eager)
         # Half of the graphs are left to the budgets, which serve everything else.
         room = 2 * len(self._store.entries) < self._config.max_graphs
-        if not (self.lazy and padded and room and tokens <= self._planner.budgets[-1]):
+        if not (by_choice and self.lazy and room and tokens <= self._planner.budgets[-1]):
             return plan
         items = tuple(range(len(batch.items)))
         key = self._planner.key_for(batch, Bin(items, tokens))
-        if key in self._store.failed:
+        tighter = padded or (key.uniform and plan.replays != (Replay(items, key),))
+        if not tighter or key in self._store.failed:
             return plan
         if key not in self._store.entries:
             self._capture(key)
-        if key not in self._store.entries or not self._is_faster(key, plan):
+        if key not in self._store.entries or not self._is_faster(key, batch, plan):
             return plan
         return Plan((Replay(items, key),), ())
 
-    def _is_faster(self, key: GraphKey, plan: Plan) -> bool:
+    def _is_faster(self, key: GraphKey, batch: EncoderBatch, plan: Plan) -> bool:
         store = self._store
         if not store.backend.is_timed:
             return True
-        if store.seconds(key) < sum(store.seconds(replay.key) for replay in plan.replays):
+        if plan.replays:
+            limit = sum(store.seconds(replay.key) for replay in plan.replays)
+        else:
+            limit = Prices(batch, (), store.measured).of_eager(key.token_budget) or 0.0
+        if store.seconds(key) < limit:
             return True
-        self._store.drop(key, Reason.NOT_FASTER)
+        store.drop(key, Reason.NOT_FASTER)
         return False

@@ -12,7 +12,11 @@ from mmgraph.errors import CaptureError
 from mmgraph.graphs import BufferArena, CapturedGraph, GraphBackend, StaticBuffers, clean_up
 from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
+from mmgraph.manager.eager_times import EagerTimes
+from mmgraph.manager.limit import Limit
 from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
+from mmgraph.manager.prices import Measured
+from mmgraph.manager.ranges import Ranges
 from mmgraph.manager.verify import largest_error, max_error, shortest
 from mmgraph.policy import segment_tier
 from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
@@ -20,9 +24,18 @@ from mmgraph.types import EncoderFacts, GraphKey, Reason
 
 __all__ = ["Entry", "GraphStore"]
 
+_logger = get_logger(__name__)
+_NO_ROOM = (Reason.OUT_OF_MEMORY, Reason.MEMORY_LIMIT)
+
 
 class Entry:
-    """A captured graph with all that belongs to it."""
+    """A captured graph with all that belongs to it.
+
+    Attributes:
+        seconds: What the capture took.
+        compile_seconds: What compiled blocks added to that.
+        replay_seconds: What a replay takes, where that is measured.
+    """
 
     def __init__(
         self, graph: CapturedGraph, buffers: StaticBuffers, layout: OutputLayout, seconds: float
@@ -31,6 +44,8 @@ class Entry:
         self.buffers = buffers
         self.layout = layout
         self.seconds = seconds
+        self.compile_seconds = 0.0
+        self.replay_seconds: float | None = None
 
 
 class GraphStore:
@@ -39,9 +54,12 @@ class GraphStore:
     Attributes:
         entries: Graphs by key.
         failed: Keys that can't be captured, and why.
+        too_large: Bytes of graphs for which there was no room.
         arenas: Static buffers by call signature, each at its largest size.
         backend: Captures the graphs.
         device: Where the buffers are.
+        eager_times: What calls take in eager mode.
+        limit: How much memory there may be, and who else uses some of it.
     """
 
     def __init__(
@@ -51,16 +69,22 @@ class GraphStore:
         backend: GraphBackend,
         device: torch.device,
         largest_budget: int,
+        max_bytes: int | None = None,
     ) -> None:
         self.entries: dict[GraphKey, Entry] = {}
         self.failed: dict[GraphKey, Reason] = {}
+        self.too_large: dict[GraphKey, int] = {}
         self.arenas: dict[Hashable, BufferArena] = {}
         self.backend = backend
         self.device = device
         self._model = model
         self._facts = facts
         self._largest_budget = largest_budget
-        self._warn_once = WarnOnce(get_logger(__name__))
+        self.eager_times = EagerTimes(model, facts, backend)
+        self.limit = Limit(max_bytes)
+        self._retained = 0
+        self._range = Ranges(facts.name)
+        self._warn_once = WarnOnce(_logger)
 
     @property
     def num_bytes(self) -> int:
@@ -75,11 +99,12 @@ class GraphStore:
     def clear(self) -> None:
         """Free every graph and buffer, and forget what failed."""
         self.backend.settle()
-        for entry in self.entries.values():
-            entry.graph.close()
-        self.entries.clear()
+        for key in list(self.entries):
+            self._close(key)
         self.arenas.clear()
         self.failed.clear()
+        self.too_large.clear()
+        self.eager_times.seconds.clear()
 
     def use_budgets(self, budgets: tuple[int, ...]) -> list[GraphKey]:
         """Free the graphs of other budgets than the ascending `budgets`; return their keys.
@@ -91,37 +116,76 @@ class GraphStore:
         if gone:
             self.backend.settle()
         for key in gone:
-            self.entries.pop(key).graph.close()
-        read = {key.signature for key in self.entries}
-        for signature in self.arenas.keys() - read:
-            del self.arenas[signature]
+            self._close(key)
+        self._free_unread_buffers()
         if not self.arenas:
             self._largest_budget = budgets[-1]
         for key, reason in list(self.failed.items()):
-            if key.token_budget not in budgets or reason is Reason.OUT_OF_MEMORY:
+            if key.token_budget not in budgets or reason in _NO_ROOM:
                 del self.failed[key]
         return gone
 
     def drop(self, key: GraphKey, reason: Reason) -> None:
         """Free the graph of `key`, which isn't to be captured again because of `reason`."""
-        self.backend.settle()
-        self.entries.pop(key).graph.close()
+        self.free([key])
         self.failed[key] = reason
 
+    def free(self, keys: Sequence[GraphKey]) -> None:
+        """Free the graphs of `keys`, and buffers that no graph reads any more."""
+        self.backend.settle()
+        for key in keys:
+            self._close(key)
+        self._free_unread_buffers()
+        self.limit.freed(keys)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more memory is taken than there may be."""
+        return self.limit.is_below(self.num_bytes + self._retained)
+
+    def has_room(self, key: GraphKey, without: Sequence[GraphKey] = ()) -> bool:
+        """Whether there is memory for `key`, as far as is known, once the graphs `without` go."""
+        needed = max(1, self.too_large.get(key, 0))
+        freed = sum(self.entries[k].graph.num_bytes for k in without)
+        return not self.limit.is_below(self.num_bytes - freed + needed)
+
+    def _close(self, key: GraphKey) -> None:
+        graph = self.entries.pop(key).graph
+        if self.backend.name == "cuda":  # a pool gives memory back with its last graph only
+            self._retained = self._retained + graph.num_bytes if self.entries else 0
+        graph.close()
+
+    def _free_unread_buffers(self) -> None:
+        read = {key.signature for key in self.entries}
+        for signature in self.arenas.keys() - read:
+            del self.arenas[signature]
+
     def seconds(self, key: GraphKey) -> float:
-        """Seconds of a replay of `key`.
+        """Seconds of a replay of `key` for a call that fills it, as far as one is known.
 
         Graphs share their buffers: what another one left there may lead its own out of bounds.
         """
+        entry = self.entries[key]
         with self.backend.ordered():
-            self._arena(key).views(self._model.capture_inputs(key))  # fills them
-        return shortest(self.backend, self.entries[key].graph.replay)
+            if self._facts.probes is None:
+                self._arena(key).views(self._model.capture_inputs(key))  # fills them
+            else:
+                call = self._facts.probes(key)[0]
+                batch = self._model.item_specs(call)
+                items = tuple(range(len(batch.items)))
+                entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
+        return shortest(self.backend, entry.graph.replay)
 
     def capture(self, key: GraphKey) -> CaptureError | None:
         """Capture `key`; on failure remember that, warn once and return the error."""
         self.failed.pop(key, None)
-        error = self.attempt(key)
-        if error is not None:
+        with self._range("capture", key):
+            error = self.attempt(key)
+        if error is None and self.is_over:
+            error = self._refused(key)
+        elif error is None:
+            self._measure(key)
+        else:
             no_memory = ran_out_of_memory(error)
             self.failed[key] = Reason.OUT_OF_MEMORY if no_memory else Reason.CAPTURE_FAILED
             # Its text only: whoever keeps log records must not keep the frames of a failed capture.
@@ -131,10 +195,47 @@ class GraphStore:
             )
         return error
 
+    def _refused(self, key: GraphKey) -> CaptureError | None:
+        """Free the graph of `key` if there still isn't room for it when others have given way."""
+        self.limit.reclaim()
+        if not self.is_over:
+            self._measure(key)
+            return None
+        takes = (self.num_bytes + self._retained) / 2**20
+        size = self.entries[key].graph.num_bytes
+        if key in self.too_large:  # although others had made room
+            self.failed[key] = Reason.MEMORY_LIMIT
+        self.too_large[key] = size
+        self.free([key])
+        if self.is_over:  # the pool keeps what the attempt took: what comes back fits without it
+            self.failed[key] = Reason.MEMORY_LIMIT
+            self.free(list(self.entries))
+        most = (self.limit.max_bytes or 0) / 2**20
+        text = f"graphs would take {takes:.1f} MiB, but max_graph_bytes is {most:.1f} MiB"
+        self._warn_once("limit", "%s: no graph for %s: %s", self._facts.name, key, text)
+        return CaptureError(text)
+
+    @property
+    def measured(self) -> Measured:
+        """What graphs and eager mode were measured to take."""
+        seconds = {key: entry.replay_seconds for key, entry in self.entries.items()}
+        return Measured(
+            {k: s for k, s in seconds.items() if s is not None}, self.eager_times.seconds
+        )
+
+    def _measure(self, key: GraphKey) -> None:
+        """Time a fresh graph, and eager mode on the calls that it was checked with."""
+        if self.backend.is_timed:
+            self.entries[key].replay_seconds = self.seconds(key)
+            self.eager_times.measure(key)
+
     def attempt(self, key: GraphKey) -> CaptureError | None:
         """Capture `key` and say nothing; where memory runs out, free what the attempt left."""
         try:
-            self.entries[key] = self._capture(key)
+            entry = self.entries[key] = self._capture(key)
+            mib = entry.graph.num_bytes / 2**20
+            name, seconds = self._facts.name, entry.seconds
+            _logger.info("%s: captured %s in %.2f s, %.1f MiB", name, key, seconds, mib)
             return None
         except CaptureError as caught:
             error = caught
@@ -160,6 +261,7 @@ class GraphStore:
         seconds, plain_seconds = (shortest(self.backend, e.graph.replay) for e in (entry, plain))
         faster = seconds < plain_seconds
         kept, dropped = (entry, plain) if faster else (plain, entry)
+        kept.compile_seconds = max(0.0, entry.seconds - plain.seconds) if faster else 0.0
         kept.graph.num_bytes += dropped.graph.num_bytes  # the pool keeps what either took
         dropped.graph.close()
         ms, plain_ms = 1e3 * seconds, 1e3 * plain_seconds

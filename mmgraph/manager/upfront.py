@@ -46,7 +46,7 @@ class UpFront:
         for budget in reversed(self._planner.budgets):
             for batch in self._facts.examples(budget, self._config.max_items):
                 items = tuple(range(len(batch.items)))
-                keys[self._planner.key_for(batch, Bin(items, budget))] = None
+                keys[self._planner.key_for(batch, Bin(items, budget), for_any=True)] = None
         return [key for key in keys if key not in self.store.entries]
 
     def keys_with_room(self) -> list[GraphKey]:
@@ -70,7 +70,7 @@ class UpFront:
                 error = self.store.capture(key)
                 if error is None or self.store.entries:
                     continue
-                if not ran_out_of_memory(error):
+                if not (ran_out_of_memory(error) or self._exceeds(key)):
                     raise error
                 no_memory = no_memory or error  # a smaller budget may fit
         if no_memory is not None and not self.store.entries:
@@ -84,10 +84,14 @@ class UpFront:
         )
         return num_bytes
 
+    def _exceeds(self, key: GraphKey) -> bool:
+        return key in self.store.too_large
+
     def missing(self) -> Reason | None:
         """Why the largest key that isn't captured isn't; ``None`` if all are."""
         for key in self.keys():
-            return self.store.failed.get(key, Reason.GRAPH_LIMIT)
+            limit = Reason.MEMORY_LIMIT if self._exceeds(key) else Reason.GRAPH_LIMIT
+            return self.store.failed.get(key, limit)
         return None
 
 

@@ -1,6 +1,7 @@
 """Decisions in pure Python: which budgets to capture, and which items to replay together."""
 
 from mmgraph.policy.budgets import ladder, segment_tier, seqlen_tier, smallest_fit
+from mmgraph.policy.curve import Curve
 from mmgraph.policy.fit import (
     EAGER,
     REPLAY,
@@ -18,6 +19,7 @@ __all__ = [
     "REPLAY",
     "Bin",
     "Cost",
+    "Curve",
     "Expectation",
     "LinearCost",
     "Packing",

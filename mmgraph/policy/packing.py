@@ -1,19 +1,24 @@
 """Which items of a call are replayed together, and in which budget.
 
-A replay costs about its budget in tokens plus something fixed. Few large replays waste padding,
-many small ones waste the fixed part and the width of the GPU; the choice here is the cheapest of
-one first-fit-decreasing packing for each budget taken as the capacity, each bin of which is taken
-apart where its items are cheaper alone. So it never costs more than a replay for each item.
+A replay costs what was measured for its budget or, before that, about its tokens plus something
+fixed. Few large replays waste padding, many small ones waste the fixed part and the width of the
+GPU. Up to `EXACT_ITEMS` items the division found is the cheapest there is, within a thousandth;
+where that is hard to show, and for more items, it is the best one that a bounded search comes
+across, and never dearer than one replay for all items or one for each.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmgraph.policy.budgets import smallest_fit
+from mmgraph.policy.search import PriceList, divide, price_list
 
-__all__ = ["Bin", "Packing", "pack"]
+__all__ = ["EXACT_ITEMS", "Bin", "Packing", "pack"]
+
+EXACT_ITEMS = 12
+_MANY_FILLINGS, _SOME_FILLINGS = 64, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Bin:
 
     Attributes:
         items: Indices of the items, ascending.
-        budget: The smallest budget that holds them.
+        budget: The cheapest budget that holds them: the smallest, where costs rise with budgets.
     """
 
     items: tuple[int, ...]
@@ -46,77 +51,61 @@ class Packing:
         return sum(b.budget + overhead for b in self.bins)
 
 
-def pack(sizes: Sequence[int], budgets: Sequence[int], overhead: int = 256) -> Packing:
+def pack(
+    sizes: Sequence[int],
+    budgets: Sequence[int],
+    overhead: int = 256,
+    *,
+    prices: Sequence[float] | None = None,
+    max_fillings: int | None = None,
+) -> Packing:
     """Divide items of `sizes` tokens over replays of the ascending `budgets`.
 
     Args:
         sizes: Tokens of each item.
         budgets: Ascending budgets in tokens.
-        overhead: What a further replay costs, in tokens.
+        overhead: What a further replay costs, in tokens, where no `prices` are given.
+        prices: Cost of a replay of each budget, positive, in any unit.
+        max_fillings: How long to look, in fillings of a replay; by default tens.
     """
     largest = budgets[-1] if budgets else 0
     fitting = [i for i, size in enumerate(sizes) if size <= largest]
     oversized = tuple(i for i, size in enumerate(sizes) if size > largest)
     if not fitting:
         return Packing((), oversized)
-    total = smallest_fit(budgets, sum(sizes[i] for i in fitting))
-    if total is not None and (len(fitting) == 1 or total == budgets[0]):
-        return Packing((Bin(tuple(fitting), total),), oversized)
-    longest = max(sizes[i] for i in fitting)
-    capacities = [b for b in budgets if b >= longest and (total is None or b <= total)]
-    descending = sorted(fitting, key=lambda i: -sizes[i])
-    candidates = (
-        Packing(
-            tuple(
-                part
-                for bin_ in _first_fit(descending, sizes, budgets, capacity)
-                for part in _divided(bin_, sizes, budgets, overhead)
-            ),
-            oversized,
-        )
-        for capacity in reversed(capacities)
-    )
-    return min(candidates, key=lambda packing: packing.cost(overhead))
+    costs = [b + overhead for b in budgets] if prices is None else prices
+    prices_ = price_list(tuple(budgets), tuple(costs))
+    bins = _divided([sizes[i] for i in fitting], prices_, max_fillings)
+    return Packing(_bins(bins, fitting, sizes, prices_), oversized)
 
 
 def _divided(
-    bin_: Bin, sizes: Sequence[int], budgets: Sequence[int], overhead: int
-) -> tuple[Bin, ...]:
-    """The bin, or a replay for each of its items if that is cheaper."""
-    limit = bin_.budget + overhead
-    alone: list[Bin] = []
-    for item in bin_.items:
-        budget = smallest_fit(budgets, sizes[item])
-        assert budget is not None, "an item of a bin fits the budget of that bin"
-        alone.append(Bin((item,), budget))
-        limit -= budget + overhead
-        if limit <= 0:
-            return (bin_,)
-    return tuple(alone)
+    sizes: list[int], prices: PriceList, max_fillings: int | None
+) -> Sequence[Sequence[int]]:
+    """The sizes that go together."""
+    if len(sizes) == 1:
+        return [sizes]
+    limit = max_fillings
+    if limit is None:
+        limit = _MANY_FILLINGS if len(sizes) <= EXACT_ITEMS else _SOME_FILLINGS
+    found, certain = divide(sizes, prices, limit)
+    if certain:
+        return found
+    alone = [[size] for size in sizes]
+    return min(found, alone, key=lambda bins: sum(prices.of(sum(b)) for b in bins))
 
 
-def _first_fit(
-    descending: Sequence[int], sizes: Sequence[int], budgets: Sequence[int], capacity: int
+def _bins(
+    bins: Sequence[Sequence[int]], fitting: list[int], sizes: Sequence[int], prices: PriceList
 ) -> tuple[Bin, ...]:
-    contents: list[list[int]] = []
-    free: list[int] = []
-    first_open = 0
-    for item in descending:
-        size = sizes[item]
-        while first_open < len(free) and free[first_open] == 0:
-            first_open += 1
-        for i in range(first_open, len(free)):
-            if size <= free[i]:
-                break
-        else:
-            i = len(free)
-            contents.append([])
-            free.append(capacity)
-        contents[i].append(item)
-        free[i] -= size
-    bins = []
-    for items, room in zip(contents, free, strict=True):
-        budget = smallest_fit(budgets, capacity - room)
-        assert budget is not None, "a bin never exceeds its capacity, which is a budget"
-        bins.append(Bin(tuple(sorted(items)), budget))
-    return tuple(bins)
+    """Give each size an item that has it, in the order of the call."""
+    items: dict[int, deque[int]] = {}
+    for i in fitting:
+        items.setdefault(sizes[i], deque()).append(i)
+    return tuple(
+        Bin(
+            tuple(sorted([items[size].popleft() for size in bin_])),
+            prices.budgets[prices.fit(sum(bin_))],
+        )
+        for bin_ in bins
+    )

@@ -36,6 +36,7 @@ class Trial:
         self.encoder = encoder_for(tower, "forward", self.preparation)
         monkeypatch.setattr("mmgraph.encoders.preparation.compiled_blocks", self._compiled)
         monkeypatch.setattr(mmgraph.manager.store, "shortest", self._shortest)
+        monkeypatch.setattr(mmgraph.manager.store.GraphStore, "_measure", lambda *_: None)
         self.manager = EncoderCudaGraphManager(
             GraphConfig(row_budgets=(1, 2)),
             torch.device("cpu"),

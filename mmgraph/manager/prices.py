@@ -1,0 +1,113 @@
+"""What the replays of a batch cost, and eager mode, as far as that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mmgraph.policy import EAGER, REPLAY, Curve
+from mmgraph.types import EncoderBatch, GraphKey
+
+__all__ = ["PER_REPLAY", "Measured", "Prices", "in_eager", "saving"]
+
+PER_REPLAY = 30e-6
+"""Seconds of what goes with a replay: copies into buffers and out of them, and their launches."""
+
+_CLEARLY = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the graphs of an encoder and its eager mode took; empty where nothing is timed.
+
+    Attributes:
+        replays: Seconds of a replay by key.
+        eager: Seconds of a call in eager mode by its tokens, for each call signature.
+    """
+
+    replays: Mapping[GraphKey, float] = field(default_factory=dict)
+    eager: Mapping[object, Mapping[int, float]] = field(default_factory=dict)
+
+
+class Prices:
+    """Costs for one batch.
+
+    Args:
+        batch: The batch.
+        keys: Graphs of its signature.
+        measured: What is known of them.
+    """
+
+    def __init__(self, batch: EncoderBatch, keys: Sequence[GraphKey], measured: Measured) -> None:
+        self._measured = measured
+        longest = [max(kind) for kind in zip(*(i.max_seqlen for i in batch.items), strict=True)]
+        points = _points(keys, longest, measured.replays)
+        self._replays = Curve(points, int(REPLAY.fixed)) if points else None
+        eager = measured.eager.get(batch.signature)
+        self._eager = Curve(eager, int(EAGER.fixed), floor=True) if eager else None
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether costs are seconds."""
+        return self._replays is not None
+
+    def of_budgets(self, budgets: Sequence[int]) -> list[float]:
+        """What a replay of each budget costs: seconds, or tokens where nothing was measured."""
+        if self._replays is None:
+            return [REPLAY(budget) for budget in budgets]
+        return [PER_REPLAY + self._replays(budget) for budget in budgets]
+
+    def of_replays(self, keys: Sequence[GraphKey]) -> float | None:
+        """Seconds of replays of `keys` together; ``None`` where one was never measured."""
+        seconds = 0.0
+        for key in keys:
+            if key not in self._measured.replays:
+                return None
+            seconds += PER_REPLAY + self._measured.replays[key]
+        return seconds
+
+    def of_eager(self, num_tokens: int) -> float | None:
+        """Seconds of a call in eager mode; ``None`` where it was never measured."""
+        return None if self._eager is None else self._eager(num_tokens)
+
+    def eager_is_cheaper(self, keys: Sequence[GraphKey], num_tokens: int) -> bool:
+        """Whether a call in eager mode is clearly cheaper than replays of `keys`."""
+        replays, eager = self.of_replays(keys), self.of_eager(num_tokens)
+        return replays is not None and eager is not None and eager < _CLEARLY * replays
+
+
+def saving(key: GraphKey, measured: Measured) -> float:
+    """Seconds that a replay of `key` saves, as far as they are known; a millisecond otherwise."""
+    eager = in_eager(key, key.token_budget, measured)
+    points = {
+        k.token_budget: s for k, s in measured.replays.items() if k.signature == key.signature
+    }
+    if eager is None or not points:
+        return 1e-3
+    replay = measured.replays.get(key)
+    if replay is None:
+        replay = Curve(points, int(REPLAY.fixed))(key.token_budget)
+    return max(1e-9, eager - replay - PER_REPLAY)
+
+
+def in_eager(key: GraphKey, num_tokens: int, measured: Measured) -> float | None:
+    """Seconds in eager mode of a call of the kind of `key`; ``None`` where that isn't known."""
+    known = measured.eager.get(key.signature)
+    return Curve(known, int(EAGER.fixed), floor=True)(num_tokens) if known else None
+
+
+def _points(
+    keys: Sequence[GraphKey], longest: Sequence[int], seconds: Mapping[GraphKey, float]
+) -> dict[int, float]:
+    """Seconds by budget of graphs that take segments as long as `longest`, or come close to it."""
+    fitting: dict[int, float] = {}
+    others: dict[int, float] = {}
+    for key in keys:
+        if key in seconds and not key.uniform:  # a graph for segments of one length serves few
+            budget = key.token_budget
+            fits = all(a >= min(b, budget) for a, b in zip(key.max_seqlen, longest, strict=True))
+            if fits:
+                fitting[budget] = min(seconds[key], fitting.get(budget, seconds[key]))
+            else:
+                others[budget] = max(seconds[key], others.get(budget, 0.0))
+    return {**others, **fitting}

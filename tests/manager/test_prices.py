@@ -1,0 +1,168 @@
+"""A plan is what is measured to be cheapest: graphs, splits of them, or eager mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from mmgraph import EncoderFacts, GraphKey, Reason
+from mmgraph.manager import Eager, Plan, Replay
+from mmgraph.manager.plan import Graphs, Planner
+from mmgraph.manager.prices import Measured
+from mmgraph.manager.store import GraphStore
+from tests.manager.engine import (
+    EngineEncoder,
+    MeasuredBackend,
+    assert_items_equal,
+    call_of,
+    make_encoder,
+    make_manager,
+)
+from tests.manager.test_plan import SIGNATURE, batch_of, image, key
+
+WIDE = ((64, 1024), (1024, 16))
+"""Bounds that take any batch here."""
+
+
+def wide(tokens: int) -> GraphKey:
+    return key(tokens, *WIDE)
+
+
+def planned(
+    sizes: Sequence[int],
+    seconds: Mapping[GraphKey, float],
+    eager: Mapping[int, float] | None = None,
+    budgets: tuple[int, ...] = (64, 256, 1024),
+) -> Plan:
+    measured = Measured(seconds, {SIGNATURE: eager} if eager else {})
+    state = Graphs(seconds.keys(), {}, may_capture=False, measured=measured)
+    return Planner(budgets).plan(batch_of(*map(image, sizes)), state)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "expected"),
+    [
+        ({64: 1, 256: 3}, [(0,), (1,)]),  # two small graphs are cheaper than a large one
+        ({64: 1, 256: 1.8}, [(0, 1)]),  # the large one is
+        ({64: 1, 256: 2.02}, [(0, 1)]),  # a replay more costs something by itself
+        ({256: 3, 1024: 2}, [(0, 1)]),  # even a larger one may be
+    ],
+)
+def test_what_was_measured_decides_how_a_call_is_split(
+    milliseconds: dict[int, float], expected: list[tuple[int, ...]]
+) -> None:
+    seconds = {wide(tokens): 1e-3 * ms for tokens, ms in milliseconds.items()}
+    plan = planned([60, 50], seconds)
+    assert sorted(replay.items for replay in plan.replays) == expected
+    if 1024 in milliseconds:
+        assert plan.replays[0].key == wide(1024)
+
+
+@pytest.mark.parametrize(
+    ("eager", "reason"),
+    [(0.9, Reason.NOT_FASTER), (0.97, None), (1.5, None), (None, None)],
+)
+def test_eager_mode_serves_where_it_is_clearly_faster(
+    eager: float | None, reason: Reason | None
+) -> None:
+    plan = planned([100, 50], {wide(1024): 1.0}, {16: eager} if eager else None)
+    if reason is None:
+        assert plan == Plan((Replay((0, 1), wide(1024)),), ())
+    else:
+        assert plan == Plan((), (Eager((0, 1), reason),))
+
+
+def test_what_eager_mode_takes_is_never_guessed_to_be_less_than_measured() -> None:
+    seconds = {wide(64): 1.0}
+    assert planned([16], seconds, {512: 2.0}).replays  # a small call may take as long
+    assert planned([16], seconds, {8: 0.5, 512: 2.0}).eager
+
+
+def test_a_graph_of_exactly_the_tokens_serves_others_that_it_holds() -> None:
+    seconds = {wide(256): 3e-3, wide(96): 1e-3}
+    for may_capture in (False, True):
+        state = Graphs(seconds.keys(), {}, may_capture, measured=Measured(seconds))
+        (replay,) = Planner((64, 256)).plan(batch_of(image(80)), state).replays
+        assert replay.key == wide(96)
+    tight = key(96, (1, 8), (128, 16))  # no table for two images, whatever it costs
+    state = Graphs({wide(256), tight}, {}, may_capture=True, measured=Measured({tight: 1e-6}))
+    plan = Planner((64, 256)).plan(batch_of(image(40), image(40)), state)
+    assert tight not in {replay.key for replay in plan.replays}
+
+
+class Timed(MeasuredBackend):
+    is_timed = True
+
+
+class Probed(EngineEncoder):
+    """Says which calls a fresh graph has to answer."""
+
+    def encoder_facts(self) -> EncoderFacts:
+        def probes(key: GraphKey) -> Sequence[Mapping[str, Any]]:
+            return [call_of([min(key.token_budget, *key.max_seqlen)])]
+
+        return dataclasses.replace(super().encoder_facts(), probes=probes)
+
+
+def timed(
+    monkeypatch: pytest.MonkeyPatch, replay: Mapping[int, float], eager: float, **config: Any
+) -> Any:
+    def shortest(_: Any, run: Any) -> float:
+        return eager
+
+    monkeypatch.setattr("mmgraph.manager.eager_times.shortest", shortest)
+    monkeypatch.setattr(GraphStore, "seconds", lambda _, key: replay[key.token_budget])
+    encoder = Probed().requires_grad_(False).eval()
+    encoder.load_state_dict(make_encoder().state_dict())
+    return make_manager(encoder, Timed(), **config)
+
+
+def serve(manager: Any, lengths: list[int], times: int) -> None:
+    for seed in range(times):
+        call = call_of(lengths, seed)
+        assert_items_equal(manager.execute(call), manager.model, call)
+
+
+def test_a_captured_graph_that_is_slower_than_eager_mode_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = timed(monkeypatch, {32: 3.0, 18: 4.0}, eager=2.0)
+    serve(manager, [18], 12)
+    assert manager.stats().misses == {Reason.NOT_FASTER: 12}
+    assert manager.stats().hits == 0
+
+
+def test_a_graph_of_exactly_its_tokens_may_be_faster_than_eager_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = timed(monkeypatch, {32: 3.0, 18: 1.0}, eager=2.0)
+    serve(manager, [18], 12)
+    assert manager.stats().misses == {Reason.NOT_FASTER: 7}
+    assert manager.stats().hits == 5
+
+
+def test_up_front_a_far_too_large_budget_leaves_small_calls_to_eager_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = timed(
+        monkeypatch, {32: 3.0}, eager=1.0, token_budgets=(32,), capture="upfront", max_items=2
+    )
+    manager.capture()
+    serve(manager, [2], 2)
+    assert manager.stats().misses == {Reason.NOT_FASTER: 2}
+
+
+def test_each_graph_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = timed(monkeypatch, {8: 1.0, 16: 1.5, 32: 3.0}, eager=9.0)
+    timings = []
+    monkeypatch.setattr(
+        GraphStore, "seconds", lambda _, key: timings.append(key) or float(key.token_budget)
+    )
+    serve(manager, [8], 5)
+    serve(manager, [32, 8], 5)
+    assert len(timings) == len(set(timings)) == len(manager.stats().graphs)
+    (by_tokens,) = manager._store.eager_times.seconds.values()
+    assert by_tokens == {4: 9.0, 8: 9.0, 32: 9.0}  # and the smallest call, for once
