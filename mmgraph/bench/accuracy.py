@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from mmgraph.bench.results import DEFAULT, EAGER, EXACT
+from mmgraph.bench.names import DEFAULT, EAGER, EXACT
 from mmgraph.manager.outputs import flatten_outputs
 
 __all__ = ["Accuracy", "compare", "output_error", "relative_error"]
 
 _MAX_RATIO = 1.10
+_MAX_BASELINE_RATIO = 1.5
 _MAX_FLOAT32_ERROR = 1e-5
 _MIN_ELEMENTS = 4096  # a bound of 10 % on the error of fewer elements is a bound on noise
 _NOT_FINITE = sys.float_info.max  # JSON has no infinity
@@ -40,6 +41,13 @@ class Accuracy:
     def matches(self, dtype: torch.dtype) -> bool:
         """Whether what mmgraph returns is as good as what eager mode returns."""
         return all(self._matches(name, dtype) for name in (EXACT, DEFAULT))
+
+    def wrong(self, dtype: torch.dtype) -> dict[str, float]:
+        """Errors of other variants that are too large for their times to mean anything."""
+        errors = self.to_eager if dtype == torch.float32 else self.to_reference
+        most = max(100 * _MAX_FLOAT32_ERROR, _MAX_BASELINE_RATIO * errors[EAGER])
+        others = {n: e for n, e in errors.items() if n not in (EAGER, EXACT, DEFAULT)}
+        return {name: error for name, error in others.items() if error > most}
 
     def _matches(self, name: str, dtype: torch.dtype) -> bool:
         if dtype == torch.float32:

@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from mmgraph.bench.files import write_report
 from mmgraph.bench.options import BenchOptions, add_arguments
 from mmgraph.bench.plot import can_plot, plot
-from mmgraph.bench.results import Report, Row
+from mmgraph.bench.results import Report
 from mmgraph.bench.run import run
 from mmgraph.bench.table import render_markdown, summarize
 from mmgraph.errors import ConfigError
@@ -22,18 +23,24 @@ def main(namespace: argparse.Namespace) -> int:
     Raises:
         ConfigError: An option can't be used.
     """
-    options = BenchOptions.resolve(namespace)
-    if namespace.out is not None:
-        _prepare(namespace.out)
-    report = run(options, namespace.command_line, on_row=_follow)
+    options, folder = BenchOptions.resolve(namespace), namespace.out
+    if folder is not None:
+        _prepare(folder)
+
+    def save(report: Report) -> None:
+        if folder is not None:
+            write_report(report, folder)
+
+    def follow(report: Report) -> None:
+        print(summarize(report.rows[-1]), file=sys.stderr, flush=True)
+        save(report)
+
+    report = run(options, namespace.command_line, on_row=follow)
     print(render_markdown(report))
-    if namespace.out is not None:
-        _write(report, namespace.out)
+    save(report)
+    if folder is not None and can_plot():
+        plot(report, folder / "bench.png")
     return 0 if report.ok else 1
-
-
-def _follow(row: Row) -> None:
-    print(summarize(row), file=sys.stderr, flush=True)
 
 
 def _prepare(folder: Path) -> None:
@@ -49,12 +56,3 @@ def _prepare(folder: Path) -> None:
             "there will be no bench.png: matplotlib is missing, pip install 'mmgraph[bench]'",
             file=sys.stderr,
         )
-
-
-def _write(report: Report, folder: Path) -> None:
-    data = folder / "bench.json"
-    data.write_text(report.to_json(), encoding="utf-8")
-    written = Report.from_json(data.read_text(encoding="utf-8"))  # the others show what it says
-    (folder / "bench.md").write_text(render_markdown(written), encoding="utf-8")
-    if can_plot():
-        plot(written, folder / "bench.png")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from mmgraph.bench.names import BASELINES, BOUND, HAND_MADE, METADATA, POWER_OF_TWO
 from mmgraph.bench.sizes import ImageSize, parse_image
 from mmgraph.errors import ConfigError
 from mmgraph.recipes import Recipe, load_recipe
 
 __all__ = ["BenchOptions", "add_arguments"]
 
+_ALL, _NONE = "all", "none"
 DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -29,6 +32,7 @@ class _Defaults:
     images: tuple[str, ...]
     batches: tuple[int, ...]
     dtype: str
+    baselines: tuple[str, ...]
     repeats: int = 30
 
 
@@ -39,11 +43,14 @@ _CUDA = _Defaults(
         "siglip-so400m-384",
         "clip-l-336",
         "timm-vit-b16-224",
+        "timm-vit-l16-224",
+        "dinov2-l",
         "whisper-large-v3",
     ),
     images=("224", "448", "784", "1344", "448x4", "448x8", "448x16"),
-    batches=(1, 2, 4, 8, 16),
+    batches=(1, 4, 16, 64),
     dtype="bf16",
+    baselines=(METADATA, HAND_MADE, POWER_OF_TWO, BOUND),
 )
 _CUDA_QUICK = replace(_CUDA, images=("224", "448x4"), batches=(1, 4), repeats=10)
 _CPU = _Defaults(
@@ -58,6 +65,7 @@ _CPU = _Defaults(
     images=("56", "112", "224", "112x4"),
     batches=(1, 2, 4),
     dtype="float32",
+    baselines=(METADATA, BOUND),
 )
 _CPU_QUICK = replace(_CPU, images=("56", "112x2"), batches=(1, 2), repeats=10)
 
@@ -80,6 +88,10 @@ class BenchOptions:
     """Timed calls of each variant."""
     warmup: int
     """Calls of each variant before them."""
+    baselines: tuple[str, ...] = ()
+    """Variants to measure besides eager mode and mmgraph."""
+    kernels: bool = False
+    """Whether to profile each call, too."""
     commit: str | None = None
     """Commit to report where the tree has no git history of its own."""
 
@@ -88,7 +100,8 @@ class BenchOptions:
         """Complete what was given on the command line.
 
         Raises:
-            ConfigError: A model has no recipe, or the device isn't there.
+            ConfigError: A model has no recipe, the device isn't there, or the baselines contradict
+                each other.
         """
         device = _device(namespace.device)
         defaults = {
@@ -105,6 +118,8 @@ class BenchOptions:
             batches=tuple(namespace.batch or defaults.batches),
             repeats=namespace.repeats or defaults.repeats,
             warmup=namespace.warmup,
+            baselines=_baselines(namespace.baselines, defaults.baselines),
+            kernels=namespace.kernels,
             commit=namespace.commit,
         )
 
@@ -112,7 +127,7 @@ class BenchOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mmgraph bench``."""
     add = parser.add_argument
-    add("--model", nargs="+", metavar="NAME", help="recipes; default: six encoders")
+    add("--model", nargs="+", metavar="NAME", help="recipes; default: eight encoders")
     add(
         "--image",
         nargs="+",
@@ -125,9 +140,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("-n", "--repeats", type=_positive, metavar="N", help="timed calls; default: 30")
     add("--warmup", type=_count, default=2, metavar="N", help="calls before them; default: 2")
+    add(
+        "--baselines",
+        nargs="+",
+        choices=(*BASELINES, _ALL, _NONE),
+        metavar="NAME",
+        help=f"what to compare with besides eager mode: of {', '.join(BASELINES)}, or {_ALL} or "
+        f"{_NONE}; those of the compiler take a minute or more a call; default: metadata, graph, "
+        "power-of-two, bound (those that need no GPU, where there is none)",
+    )
+    add("--kernels", action="store_true", help="also profile each call, by class of kernel")
     add("--out", type=Path, metavar="DIR", help="write bench.json, bench.md and bench.png there")
     add("--commit", metavar="SHA", help="commit to report, for a tree that came without .git")
     add("--quick", action="store_true", help="fewer sizes and repeats, where none are given")
+
+
+def _baselines(given: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Variants by what was given on the command line."""
+    if given is None:
+        return default
+    if len(given) > 1 and {_ALL, _NONE} & set(given):
+        raise ConfigError(
+            f"--baselines {' '.join(given)}: give {_ALL} or {_NONE} alone, or names of baselines"
+        )
+    if given == [_NONE]:
+        return ()
+    return tuple(v for name, v in BASELINES.items() if name in given or given == [_ALL])
 
 
 def _device(name: str | None) -> torch.device:

@@ -6,19 +6,38 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mmgraph.bench.results import DEFAULT, EAGER, EXACT, HAND_MADE, LABELS, METADATA, Report, Row
+from mmgraph.bench.names import (
+    BOUND,
+    COMPILE,
+    COMPILE_MAX_AUTOTUNE,
+    COMPILE_REDUCE_OVERHEAD,
+    DEFAULT,
+    EAGER,
+    EXACT,
+    HAND_MADE,
+    LABELS,
+    METADATA,
+    POWER_OF_TWO,
+)
+from mmgraph.bench.results import Report, Row
 
 __all__ = ["can_plot", "plot"]
 
 _COLUMNS = 3
+_LEGEND_COLUMNS = 5
 _PANEL = (5.2, 3.9)  # inches
 _TITLE_VERSIONS = ("torch", "transformers", "mmgraph")
 _STYLES: dict[str, dict[str, Any]] = {
     EAGER: {"color": "#7f7f7f", "marker": "s"},
     METADATA: {"color": "#b8860b", "marker": "D"},
+    COMPILE: {"color": "#cc79a7", "marker": "v"},
+    COMPILE_REDUCE_OVERHEAD: {"color": "#cc79a7", "marker": "<", "linestyle": "--"},
+    COMPILE_MAX_AUTOTUNE: {"color": "#cc79a7", "marker": ">", "linestyle": ":"},
+    POWER_OF_TWO: {"color": "#009e73", "marker": "P"},
     HAND_MADE: {"color": "black", "marker": "x", "linestyle": "--", "zorder": 5},
     EXACT: {"color": "#0072b2", "marker": "o"},
     DEFAULT: {"color": "#d55e00", "marker": "^"},
+    BOUND: {"color": "black", "linestyle": ":", "zorder": 0},
 }
 
 
@@ -47,9 +66,11 @@ def plot(report: Report, path: Path) -> None:
 
 def _draw(axis: Any, model: str, rows: list[Row]) -> None:
     for name, style in _STYLES.items():
-        if name in rows[0].timings:
-            times = [row.timings[name].median_ms for row in rows]
-            axis.plot(range(len(rows)), times, label=LABELS[name], **style)
+        times = {
+            i: row.timings[name].median_ms for i, row in enumerate(rows) if name in row.timings
+        }
+        if times:
+            axis.plot(list(times), list(times.values()), label=LABELS[name], **style)
     axis.set_title(model)
     axis.set_yscale("log")
     _label_milliseconds(axis, [t.median_ms for row in rows for t in row.timings.values()])
@@ -74,7 +95,9 @@ def _add_legend(figure: Any, axes: Any) -> None:
     lines = {line.get_label(): line for axis in axes for line in axis.get_lines()}
     labels = [label for label in LABELS.values() if label in lines]
     handles = [lines[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(len(labels), _LEGEND_COLUMNS)
+    )
 
 
 def _title(report: Report) -> str:

@@ -4,59 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mmgraph.bench.environment import Environment
+from mmgraph.bench.names import BOUND, EAGER, EXACT, HAND_MADE
+from mmgraph.bench.records import Bound, Cost, Served, Throughput
 from mmgraph.bench.timing import Timing
 
-__all__ = [
-    "DEFAULT",
-    "EAGER",
-    "EXACT",
-    "HAND_MADE",
-    "LABELS",
-    "METADATA",
-    "Report",
-    "Row",
-    "Served",
-]
+__all__ = ["Report", "Row"]
 
-EAGER = "eager"
-METADATA = "eager_metadata"
-HAND_MADE = "hand_made"
-EXACT = "mmgraph_exact"
-DEFAULT = "mmgraph_default"
-LABELS = {
-    EAGER: "eager",
-    METADATA: "eager+metadata",
-    HAND_MADE: "hand-made graph",
-    EXACT: "mmgraph, exact budget",
-    DEFAULT: "mmgraph, default budgets",
-}
-
+_DERIVED = (
+    "ok",
+    "speedup",
+    "overhead_ms",
+    "overhead_percent",
+    "overhead_ok",
+    "over_bound",
+    "tflops",
+)
 _ALLOWED_OVERHEAD = 0.05
 _ALLOWED_OVERHEAD_MS = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """How mmgraph served one call.
-
-    Attributes:
-        budgets: Token budget of each replay.
-        padding: Tokens replayed that belonged to no item.
-        eager: Items that ran in eager mode instead.
-    """
-
-    budgets: tuple[int, ...]
-    padding: int
-    eager: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One call of one model.
+
+    Files that were written before a field came have its default.
 
     Attributes:
         model: Name of the recipe.
@@ -68,6 +43,11 @@ class Row:
         errors_to_eager: Relative error against eager mode, by variant.
         served: How mmgraph served its variants.
         match: Whether mmgraph's outputs are as good as those of eager mode.
+        throughput: Calls back to back, by variant.
+        costs: What graphs and compiled code took to make, by variant.
+        bound: What the practical bound consists of, where it was measured.
+        absent: Why variants that were asked for aren't there.
+        kernels: Milliseconds of a call by class of kernel, by variant, where those were asked for.
     """
 
     model: str
@@ -79,6 +59,11 @@ class Row:
     errors_to_eager: Mapping[str, float]
     served: Mapping[str, Served]
     match: bool
+    throughput: Mapping[str, Throughput] = field(default_factory=dict)
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    bound: Bound | None = None
+    absent: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -112,10 +97,25 @@ class Row:
         hand_made = self.timings[HAND_MADE].median_ms
         return self.overhead_ms <= max(_ALLOWED_OVERHEAD * hand_made, _ALLOWED_OVERHEAD_MS)
 
+    @property
+    def over_bound(self) -> dict[str, float]:
+        """The median of each variant as a multiple of the practical bound; empty without one."""
+        if BOUND not in self.timings:
+            return {}
+        bound = self.timings[BOUND].median_ms
+        return {name: timing.median_ms / bound for name, timing in self.timings.items()}
+
+    @property
+    def tflops(self) -> dict[str, float]:
+        """TFLOP/s that each variant reaches at its median; empty without a bound."""
+        if self.bound is None:
+            return {}
+        flops = self.bound.flops
+        return {name: flops / timing.median_ms / 1e9 for name, timing in self.timings.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Fields and what is derived from them, JSON-ready."""
-        derived = ("ok", "speedup", "overhead_ms", "overhead_percent", "overhead_ok")
-        return {**asdict(self), "derived": {name: getattr(self, name) for name in derived}}
+        return {**asdict(self), "derived": {name: getattr(self, name) for name in _DERIVED}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Row:
@@ -126,6 +126,10 @@ class Row:
             name: Served(**{**s, "budgets": tuple(s["budgets"])})
             for name, s in data["served"].items()
         }
+        fields["throughput"] = {n: Throughput(**t) for n, t in data.get("throughput", {}).items()}
+        fields["costs"] = {name: Cost(**cost) for name, cost in data.get("costs", {}).items()}
+        bound = data.get("bound")
+        fields["bound"] = None if bound is None else Bound.from_dict(bound)
         return cls(**fields)
 
 
@@ -141,6 +145,7 @@ class Report:
         repeats: Timed calls of each variant.
         warmup: Calls before them.
         rows: In the order in which they were measured.
+        complete: Whether these are all models of the run; else it was still going on.
     """
 
     environment: Environment
@@ -150,6 +155,7 @@ class Report:
     repeats: int
     warmup: int
     rows: tuple[Row, ...]
+    complete: bool = True
 
     @property
     def ok(self) -> bool:

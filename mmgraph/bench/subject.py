@@ -48,9 +48,9 @@ class Inputs:
         """Call a `tower` as its library built it, with the grids where it wants them."""
         return tower(self.main, **self.theirs)
 
-    def renew(self) -> None:
+    def renew(self, seed: int) -> None:
         """Draw other contents, in place: a graph made by hand reads this very memory."""
-        self.main.normal_()
+        self.main.normal_(generator=torch.Generator(self.main.device).manual_seed(seed))
 
     def widened(self) -> Inputs:
         """The same call in float32."""
@@ -65,7 +65,6 @@ class Subject:
         recipe: What is measured.
         tower: As its library builds it.
         reference: A copy in float32.
-        precomputed: Twin that takes precomputed metadata.
         exact: Twin that is attached for one size at a time.
         default: Twin that stays attached with the default settings.
         default_handle: Its handle.
@@ -75,7 +74,6 @@ class Subject:
     recipe: Recipe
     tower: nn.Module
     reference: nn.Module
-    precomputed: nn.Module
     exact: nn.Module
     default: nn.Module
     default_handle: Handle
@@ -95,6 +93,10 @@ class Subject:
     def whole(self) -> bool:
         """Whether one graph can hold the whole tower: no, where its inputs fit no layout."""
         return not self.recipe.inputs
+
+    def twin(self) -> nn.Module:
+        """Make another twin, for a way of running the tower that changes it."""
+        return _twin(self.tower)
 
     def sizes(self, images: Sequence[ImageSize], batches: Sequence[int]) -> list[CallSize]:
         """What to call it with: `images` if those have sizes of their own here, else `batches`."""
@@ -159,7 +161,6 @@ def open_subject(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> It
             recipe=recipe,
             tower=tower,
             reference=copy.deepcopy(tower).float(),
-            precomputed=_twin(tower),
             exact=_twin(tower),
             default=default,
             default_handle=handle,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Call", "Timing", "measure", "percentile", "synchronizer"]
+__all__ = ["Call", "Timing", "calls_per_second", "measure", "percentile", "synchronizer"]
 
 Call = Callable[[], Any]
 
@@ -81,6 +81,17 @@ def measure(
             if i >= warmup:
                 spans[name].append(span)
     return {name: Timing.of(spans[name]) for name in names}
+
+
+def calls_per_second(call: Call, *, repeats: int, synchronize: Callable[[], None]) -> float:
+    """Make `repeats` calls back to back and wait for the device once, at the end."""
+    call()
+    synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(repeats):
+        call()
+    synchronize()
+    return repeats / (time.perf_counter_ns() - start) * 1e9
 
 
 def _time(call: Call, synchronize: Callable[[], None]) -> tuple[int, int]:

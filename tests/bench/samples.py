@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from mmgraph.bench.environment import Environment
-from mmgraph.bench.results import (
+from mmgraph.bench.names import (
+    BOUND,
+    COMPILE,
     DEFAULT,
     EAGER,
     EXACT,
     HAND_MADE,
     METADATA,
-    Report,
-    Row,
-    Served,
+    POWER_OF_TWO,
 )
+from mmgraph.bench.records import AttentionTimes, Bound, Cost, Served, Throughput
+from mmgraph.bench.results import Report, Row
 from mmgraph.bench.timing import Timing
 
 ENVIRONMENT = Environment(
@@ -65,6 +67,44 @@ def rows_tower_row() -> Row:
     times = {EAGER: 4.0, EXACT: 2.0, DEFAULT: 2.0}
     timings = {name: timing(ms) for name, ms in times.items()}
     return row(size="4", model="clip-l-336", timings=timings)
+
+
+def detailed_row(**changes: Any) -> Row:
+    """With all that can be measured of a row, but for a compiler that failed."""
+    times = {EAGER: 40.0, HAND_MADE: 10.0, POWER_OF_TWO: 20.0, EXACT: 10.0, DEFAULT: 12.0}
+    fields: dict[str, Any] = {
+        "timings": {name: timing(ms) for name, ms in (times | {BOUND: 8.0}).items()},
+        "throughput": {
+            name: Throughput(n=30, calls_per_s=1e3 / ms, items_per_s=4e3 / ms)
+            for name, ms in times.items()
+        },
+        "costs": {
+            HAND_MADE: Cost(first_call_s=0.5, capture_s=0.5),
+            EXACT: Cost(first_call_s=9.0, capture_s=8.5, compile_s=7.25, mib=123.0),
+        },
+        "bound": Bound(
+            products=130,
+            products_run=98,
+            product_flops=3_000_000_000_000,
+            attention_flops=1_000_000_000_000,
+            attention=(
+                AttentionTimes(
+                    shape="4 x 1024 rows, 16 heads of 80",
+                    calls=32,
+                    flops=31_250_000_000,
+                    fastest="dense, cuDNN",
+                    microseconds={"segments, flash": 66.0, "dense, cuDNN": 44.0},
+                    failed={"dense, flash": "RuntimeError: no"},
+                ),
+            ),
+        ),
+        "absent": {COMPILE: "Unsupported: a call of tolist"},
+        "kernels": {
+            EAGER: {"matmul": 6.0, "attention": 2.0, "norm": 1.0, "copy": 0.0, "other": 1.0},
+            EXACT: {"matmul": 6.0, "attention": 2.0, "norm": 0.0, "copy": 0.0, "other": 0.0},
+        },
+    }
+    return row(**{**fields, **changes})
 
 
 def report(*rows: Row) -> Report:

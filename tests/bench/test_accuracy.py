@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmgraph.bench.accuracy import Accuracy, compare, output_error, relative_error
-from mmgraph.bench.results import DEFAULT, EAGER, EXACT
+from mmgraph.bench.names import DEFAULT, EAGER, EXACT, HAND_MADE, METADATA
 
 
 def test_an_error_is_relative_to_the_truth() -> None:
@@ -57,3 +57,10 @@ def test_half_precision_is_judged_beside_eager(
 def test_float32_is_judged_against_eager(error: float, expected: bool) -> None:
     accuracy = Accuracy({}, {EXACT: 0.0, DEFAULT: error})
     assert accuracy.matches(torch.float32) is expected
+
+
+def test_a_baseline_that_is_wrong_is_named_however_it_is_off() -> None:
+    errors = {EAGER: 0.02, EXACT: 0.5, DEFAULT: 0.5, HAND_MADE: 0.9, METADATA: 0.021}
+    accuracy = Accuracy(errors, dict.fromkeys(errors, 0.0))
+    assert accuracy.wrong(torch.bfloat16) == {HAND_MADE: 0.9}
+    assert accuracy.wrong(torch.float32) == {}

@@ -1,17 +1,32 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from mmgraph import cli
 from mmgraph.bench import accuracy
+from mmgraph.bench.names import (
+    BASELINES,
+    BOUND,
+    DEFAULT,
+    EAGER,
+    EXACT,
+    HAND_MADE,
+    METADATA,
+    POWER_OF_TWO,
+)
 from mmgraph.bench.options import BenchOptions
-from mmgraph.bench.results import DEFAULT, EAGER, EXACT, HAND_MADE, METADATA, Report
+from mmgraph.bench.results import Report
 from mmgraph.bench.run import run
 
+variants_module: Any = import_module("mmgraph.bench.variants")
+run_module: Any = import_module("mmgraph.bench.run")  # the package has a function of that name
 TINY = ("bench", "--model", "clip:tiny", "qwen2_5_vl:tiny", "--quick", "-n", "2")
 
 
@@ -22,6 +37,7 @@ def test_a_tiny_run_measures_matches_and_writes(
     assert cli.main([*TINY, "--device", "cpu", "--out", str(out)]) == 0
     report = Report.from_json((out / "bench.json").read_text(encoding="utf-8"))
     assert report.ok
+    assert report.complete
     assert (report.repeats, report.dtype) == (2, "float32")
     assert report.command == f"mmgraph {' '.join(TINY)} --device cpu --out {out}"
     assert [(row.model, row.size, row.tokens) for row in report.rows] == [
@@ -31,8 +47,19 @@ def test_a_tiny_run_measures_matches_and_writes(
         ("qwen2_5_vl:tiny", "112x2", 128),
     ]
     clip, qwen = report.rows[1], report.rows[3]
-    assert list(clip.timings) == [EAGER, EXACT, DEFAULT]
-    assert list(qwen.timings) == [EAGER, METADATA, EXACT, DEFAULT]
+    assert list(clip.timings) == [EAGER, EXACT, DEFAULT, BOUND]
+    assert list(qwen.timings) == [EAGER, METADATA, EXACT, DEFAULT, BOUND]
+    for row in report.rows:
+        assert row.throughput.keys() == row.timings.keys()
+        assert row.errors.keys() == row.timings.keys() - {BOUND}
+        assert row.bound is not None
+        assert row.bound.flops > 0
+        assert row.absent == {}
+        for name in (EXACT, DEFAULT):
+            cost = row.costs[name]
+            assert cost.capture_s is not None
+            assert 0 < cost.capture_s <= cost.first_call_s
+    assert qwen.throughput[EXACT].items_per_s == 2 * qwen.throughput[EXACT].calls_per_s
     assert all(timing.n == 2 and timing.min_ms > 0 for timing in qwen.timings.values())
     assert (clip.served[EXACT].budgets, clip.served[EXACT].padding) == ((32,), 0)
     assert (qwen.served[EXACT].budgets, qwen.served[EXACT].padding) == ((128,), 0)
@@ -72,6 +99,7 @@ def test_without_matplotlib_everything_but_the_plot_is_written(
         (["-n", "many"], "number from 1"),
         (["--warmup", "-1"], "argument --warmup"),
         (["--dtype", "int8"], "invalid choice"),
+        (["--baselines", "vllm"], "invalid choice"),
         (["--model"], "expected at least one argument"),
     ],
 )
@@ -115,6 +143,10 @@ def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = _resolve(["--device", "cpu", "--batch", "3"])
     assert (on_cpu.dtype, on_cpu.batches) == (torch.float32, (3,))
     assert {recipe.name.partition(":")[2] for recipe in on_cpu.recipes} == {"tiny"}
+    assert on_cuda.batches == (1, 4, 16, 64)
+    assert on_cuda.baselines == (METADATA, HAND_MADE, POWER_OF_TWO, BOUND)
+    assert on_cpu.baselines == (METADATA, BOUND)
+    assert not on_cuda.kernels
     assert len(_resolve(["--quick"]).images) < len(on_cuda.images)
 
 
@@ -125,18 +157,89 @@ def test_the_bench_needs_no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_.value.code == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["none"], ()),
+        (["all"], tuple(BASELINES.values())),
+        (["bound", "metadata"], (METADATA, BOUND)),
+    ],
+)
+def test_baselines_can_be_chosen(given: list[str], expected: tuple[str, ...]) -> None:
+    assert _resolve(["--device", "cpu", "--baselines", *given]).baselines == expected
+
+
+def test_contradictory_baselines_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--device", "cpu", "--baselines", "none", "bound"]) == 2
+    assert "--baselines none bound" in capsys.readouterr().err
+
+
+def test_a_run_that_is_cut_off_leaves_the_rows_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, sizes = run_module._measure_row, []
+
+    def second_fails(subject: Any, size: Any, *arguments: Any) -> Any:
+        sizes.append(size.label)
+        if len(sizes) == 2:
+            raise KeyboardInterrupt
+        return measure(subject, size, *arguments)
+
+    monkeypatch.setattr(run_module, "_measure_row", second_fails)
+    command = ["bench", "--model", "clip:tiny", "--batch", "1", "2", "-n", "1"]
+    options = ["--baselines", "none", "--device", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        cli.main([*command, *options])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
+    report = Report.from_json((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert [row.size for row in report.rows] == ["1"]
+    assert not report.complete
+    assert "not complete" in (tmp_path / "bench.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_there_is_a_graph_made_by_hand() -> None:
+def test_on_a_gpu_there_are_all_baselines_but_those_of_the_compiler() -> None:
     # Large enough that the error of an output is more than noise.
     sizes = ("--image", "224", "224x4", "--batch", "16")
-    report = run(_resolve([*TINY[1:], *sizes, "--device", "cuda"]))
+    report = run(_resolve([*TINY[1:], *sizes, "--kernels", "--device", "cuda"]))
     assert report.environment.gpu
     for row in report.rows:
-        assert HAND_MADE in row.timings
         assert row.ok, row
-        assert row.errors[HAND_MADE] <= 1.10 * row.errors[EAGER], row
+        assert row.absent == {}
+        assert {HAND_MADE, POWER_OF_TWO, BOUND} <= row.timings.keys()
+        for name in (HAND_MADE, POWER_OF_TWO):
+            assert row.errors[name] <= 1.10 * row.errors[EAGER], (name, row)
+        assert all(times["matmul"] > 0 for times in row.kernels.values())
     assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler has advice
+def test_on_a_gpu_the_compiler_gives_what_eager_mode_gives() -> None:
+    modes = ("compile", "compile-reduce-overhead", "compile-max-autotune")
+    options = ("--image", "224x4", "--batch", "16", "--baselines", *modes, "--device", "cuda")
+    for row in run(_resolve([*TINY[1:], *options])).rows:
+        assert row.absent == {}
+        for name in map(BASELINES.__getitem__, modes):
+            assert row.errors[name] <= 1.10 * row.errors[EAGER], (name, row)
 
 
 def _resolve(arguments: list[str]) -> BenchOptions:
     return BenchOptions.resolve(cli._parser("bench").parse_args(["bench", *arguments]))
+
+
+def test_a_wrong_baseline_is_no_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = variants_module.lean_call
+
+    def wrong(*arguments: Any, **more: Any) -> Any:
+        call = original(*arguments, **more)
+        return lambda: tree_map(torch.zeros_like, call())
+
+    monkeypatch.setattr(variants_module, "lean_call", wrong)
+    command = ["bench", "--model", "qwen2_5_vl:tiny", "--image", "56", "-n", "1", "--device", "cpu"]
+    cli.main([*command, "--out", str(tmp_path), "--baselines", "metadata"])
+    (row,) = Report.from_json((tmp_path / "bench.json").read_text()).rows
+    assert METADATA not in row.timings
+    assert METADATA not in row.throughput
+    assert "outputs are wrong" in row.absent[METADATA]

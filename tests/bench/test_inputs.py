@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmgraph.bench.inputs import full_item, on_host, tower_inputs
+from mmgraph.bench.names import DEFAULT, EAGER, EXACT
 from mmgraph.bench.options import BenchOptions
-from mmgraph.bench.results import DEFAULT, EAGER, EXACT
 from mmgraph.bench.run import run
 from mmgraph.bench.sizes import ImageSize
 from mmgraph.errors import ConfigError

@@ -1,16 +1,53 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from mmgraph.bench.results import Report
-from tests.bench.samples import report, row, rows_tower_row
+from mmgraph.bench.names import BOUND, EXACT
+from mmgraph.bench.results import Report, Row
+from mmgraph.bench.table import render_markdown
+from tests.bench.samples import detailed_row, report, row, rows_tower_row
+
+COMMITTED = sorted(Path(__file__).parents[2].glob("docs/benchmarks/*/bench.json"))
 
 
 def test_a_report_survives_json() -> None:
-    original = report(row(), rows_tower_row())
+    original = report(row(), rows_tower_row(), detailed_row())
     assert Report.from_json(original.to_json()) == original
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
+def test_reports_that_were_committed_can_still_be_read(path: Path) -> None:
+    old = Report.from_json(path.read_text(encoding="utf-8"))
+    assert old.complete
+    assert old.rows
+    assert Report.from_json(old.to_json()) == old
+    assert all(f"## {model}\n" in render_markdown(old) for model in old.by_model)
+
+
+def test_files_from_before_a_field_came_have_its_default() -> None:
+    assert COMMITTED  # or the test above has tested nothing
+    data = detailed_row().to_dict()
+    for name in ("throughput", "costs", "bound", "absent", "kernels"):
+        del data[name]
+    assert Row.from_dict(data) == detailed_row(
+        throughput={}, costs={}, bound=None, absent={}, kernels={}
+    )
+
+
+def test_every_variant_is_given_as_a_multiple_of_the_bound() -> None:
+    detailed = detailed_row()
+    assert detailed.over_bound[EXACT] == pytest.approx(1.25)
+    assert detailed.over_bound[BOUND] == 1
+    assert detailed.over_bound.keys() == detailed.tflops.keys() == detailed.timings.keys()
+    assert detailed.tflops[EXACT] == pytest.approx(400)  # 4e12 operations in 10 ms
+    assert detailed.to_dict()["derived"]["over_bound"] == detailed.over_bound
+
+
+def test_without_a_bound_there_are_no_multiples() -> None:
+    assert (row().over_bound, row().tflops) == ({}, {})
 
 
 def test_json_holds_what_is_derived() -> None:
@@ -21,6 +58,8 @@ def test_json_holds_what_is_derived() -> None:
         "overhead_ms": pytest.approx(0.1),
         "overhead_percent": pytest.approx(1.0101, abs=1e-4),
         "overhead_ok": True,
+        "over_bound": {},
+        "tflops": {},
     }
 
 

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
-from mmgraph.bench.results import DEFAULT, EXACT, Served
+from dataclasses import replace
+
+from mmgraph.bench.names import (
+    BOUND,
+    COMPILE,
+    DEFAULT,
+    EAGER,
+    EXACT,
+    HAND_MADE,
+    LABELS,
+    POWER_OF_TWO,
+)
+from mmgraph.bench.records import Served
 from mmgraph.bench.table import render_markdown, summarize
-from tests.bench.samples import report, row, rows_tower_row
+from tests.bench.samples import detailed_row, report, row, rows_tower_row, timing
 
 
-def table_of(text: str, model: str) -> list[list[str]]:
-    """Cells of a model's table, without the rule."""
-    section = text.split(f"## {model}\n")[1].split("\n## ")[0]
+def table_of(text: str, title: str) -> list[list[str]]:
+    """Cells of the table under a title, without the rule."""
+    section = text.split(f"# {title}\n")[1].split("\n#")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [cells[0], *cells[2:]]
@@ -77,3 +89,88 @@ def test_a_summary_is_one_line() -> None:
         "qwen2.5-vl-7b 448x4: eager 40.0; eager+metadata 30.0; hand-made graph 9.90; "
         "mmgraph, exact budget 10.0; mmgraph, default budgets 12.0 ms; match"
     )
+
+
+MODEL = "qwen2.5-vl-7b"
+
+
+def test_a_report_that_was_cut_off_says_so() -> None:
+    whole = report(row())
+    assert "not complete" not in render_markdown(whole)
+    assert "not complete" in render_markdown(replace(whole, complete=False))
+
+
+def test_a_bound_is_in_the_main_table() -> None:
+    header, first, second = table_of(render_markdown(report(detailed_row(), row())), MODEL)
+    assert first[header.index("practical bound")] == "8.00 (16.0)"
+    assert first[header.index("x bound")] == "1.25"
+    assert [second[header.index(name)] for name in ("practical bound", "x bound")] == ["-", "-"]
+
+
+def test_each_variant_has_a_line_of_its_own() -> None:
+    text = render_markdown(report(detailed_row(), detailed_row(size="224")))
+    header, *lines = table_of(text, f"{MODEL}: variants")
+    assert [line[:2] for line in lines[:6]] == [
+        ["448x4", LABELS[name]] for name in (EAGER, HAND_MADE, POWER_OF_TWO, EXACT, DEFAULT, BOUND)
+    ]
+    assert lines[6][0] == "224"
+    assert dict(zip(header, lines[3], strict=True)) == {
+        "size": "448x4",
+        "variant": "mmgraph, exact budget",
+        "ms": "10.0",
+        "x bound": "1.25",
+        "TFLOP/s": "400",
+        "calls/s": "100",
+        "items/s": "400",
+        "host µs": "150",
+        "first call s": "9.00",
+        "capture s": "8.50",
+        "compile s": "7.25",
+        "MiB": "123",
+    }
+    assert lines[0][-4:] == ["-"] * 4
+
+
+def test_kernels_are_shown_by_share_before_and_after() -> None:
+    header, eager, exact = table_of(render_markdown(report(detailed_row())), f"{MODEL}: kernels")
+    assert header == [
+        "size",
+        "variant",
+        "kernel ms",
+        "attention",
+        "matmul",
+        "norm",
+        "copy",
+        "other",
+    ]
+    assert eager[1:] == ["eager", "10.0", "20 %", "60 %", "10 %", "0 %", "10 %"]
+    assert exact[1:] == ["mmgraph, exact budget", "8.00", "25 %", "75 %", "0 %", "0 %", "0 %"]
+
+
+def test_what_is_missing_is_told_once_for_all_sizes_that_it_holds_for() -> None:
+    failed = {COMPILE: "OutOfMemoryError: 80 GiB"}
+    rows = detailed_row(), detailed_row(size="224"), detailed_row(size="8", absent=failed)
+    text = render_markdown(report(*rows))
+    assert "- no torch.compile of 448x4, 224: Unsupported: a call of tolist\n" in text
+    assert "- no torch.compile of 8: OutOfMemoryError: 80 GiB\n" in text
+
+
+def test_the_attention_in_the_bound_is_told_fastest_first() -> None:
+    assert (
+        "- 448x4: 32 x attention over 4 x 1024 rows, 16 heads of 80 "
+        "(us: dense, cuDNN 44.0; segments, flash 66.0)\n"
+    ) in render_markdown(report(detailed_row()))
+
+
+def test_a_variant_that_only_some_sizes_have_leaves_a_gap() -> None:
+    compiled = detailed_row(size="224", absent={})
+    compiled = replace(compiled, timings={**compiled.timings, COMPILE: timing(30.0)})
+    header, first, second = table_of(render_markdown(report(detailed_row(), compiled)), MODEL)
+    column = header.index("torch.compile")
+    assert [first[column], second[column]] == ["-", "30.0 (60.0)"]
+
+
+def test_rows_from_before_there_were_details_have_none() -> None:
+    text = render_markdown(report(row()))
+    assert ": variants" not in text
+    assert ": kernels" not in text

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from time import sleep
+
 import pytest
 
-from mmgraph.bench.timing import Timing, measure, percentile
+from mmgraph.bench.timing import Timing, calls_per_second, measure, percentile
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,14 @@ def test_calls_take_turns_and_each_waits_for_the_device() -> None:
     timings = measure(calls, repeats=2, warmup=1, synchronize=lambda: log.append("-"))
     assert {name: timing.n for name, timing in timings.items()} == dict.fromkeys("abc", 2)
     assert "".join(log) == "-a--b--c-" + "-b--c--a-" + "-c--a--b-"
+
+
+def test_calls_back_to_back_wait_for_the_device_at_the_end_only() -> None:
+    log: list[str] = []
+    rate = calls_per_second(lambda: log.append("a"), repeats=4, synchronize=lambda: log.append("-"))
+    assert "".join(log) == "a-" + "aaaa" + "-"
+    assert rate > 0
+
+
+def test_a_rate_is_calls_a_second() -> None:
+    assert calls_per_second(lambda: sleep(0.02), repeats=5, synchronize=lambda: None) < 50
