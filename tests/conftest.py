@@ -11,6 +11,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many compilers as there are workers are enough
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import re
 import sys
 from collections.abc import Generator
@@ -49,6 +52,18 @@ def pytest_runtest_makereport(
         sys.stderr.flush()
         os._exit(70)
     return report
+
+
+@pytest.fixture(autouse=True)
+def any_graph_is_fast_enough(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of two is faster hangs on the machine and on the tests beside this one.
+
+    A test that asks for it is marked `timed`.
+    """
+    if request.node.get_closest_marker("gpu") and not request.node.get_closest_marker("timed"):
+        monkeypatch.setattr("mmgraph.graphs.cuda.CudaBackend.is_timed", False)
 
 
 @pytest.fixture(scope="session", autouse=True)

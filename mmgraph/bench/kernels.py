@@ -49,7 +49,7 @@ def kernel_times(call: Call, device: torch.device, *, calls: int = 3) -> dict[st
         activities.append(ProfilerActivity.CUDA)
     call()
     synchronize()
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         for _ in range(calls):
             call()
         synchronize()

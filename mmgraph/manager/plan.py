@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmgraph.manager.prices import Measured, Prices
@@ -56,6 +56,9 @@ class Graphs:
     measured: Measured = field(default_factory=Measured)
 
 
+_REMEMBERED = 1024
+
+
 class Planner:
     """Divides the items of calls over budgets.
 
@@ -67,11 +70,13 @@ class Planner:
     def __init__(self, budgets: tuple[int, ...], *, uniform: bool = False) -> None:
         self.budgets = budgets
         self._uniform = uniform
+        self._measured: Measured | None = None
+        self._known: dict[tuple[Hashable, tuple[int, ...]], Prices] = {}
 
     def plan(self, batch: EncoderBatch, graphs: Graphs) -> Plan:
         """Divide the items of `batch`; replays may name keys that are still to be captured."""
         same = [key for key in graphs.captured if key.signature == batch.signature]
-        prices = Prices(batch, same, graphs.measured)
+        prices = self._prices_for(batch, same, graphs.measured)
         budgets = self._budgets(batch, same, graphs)
         sizes = [item.num_tokens for item in batch.items]
         packing = pack(sizes, budgets, prices=self._prices(batch, budgets, sum(sizes), prices))
@@ -130,6 +135,20 @@ class Planner:
         }
         return tuple(sorted({*self.budgets, *extra}))
 
+    def _prices_for(
+        self, batch: EncoderBatch, same: Sequence[GraphKey], measured: Measured
+    ) -> Prices:
+        """Prices for batches like this one; they stay as long as nothing more is measured."""
+        if measured is not self._measured or len(self._known) > _REMEMBERED:
+            self._measured = measured
+            self._known.clear()
+        longest = tuple([max(k) for k in zip(*(i.max_seqlen for i in batch.items), strict=True)])
+        known = self._known.get((batch.signature, longest))
+        if known is None:
+            known = Prices(batch.signature, longest, same, measured)
+            self._known[batch.signature, longest] = known
+        return known
+
     def _prices(
         self, batch: EncoderBatch, budgets: Sequence[int], total: int, prices: Prices
     ) -> list[float]:
@@ -148,7 +167,8 @@ class Planner:
         """The graph for a replay of at least `exact`: one that there is, or one to capture."""
         if exact in graphs.captured:
             return exact
-        covering = [key for key in captured if key.covers(exact)]
+        least = exact.token_budget
+        covering = [k for k in captured if k.token_budget >= least and k.covers(exact)]
         seconds = graphs.measured.replays
         best = min(
             covering,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mmgraph.config import GraphConfig
 from mmgraph.manager.demand import Demand
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
-from mmgraph.manager.prices import Prices, saving
+from mmgraph.manager.prices import in_eager, saving
 from mmgraph.manager.store import GraphStore
 from mmgraph.policy import Bin
 from mmgraph.types import EncoderBatch, GraphKey, Reason
@@ -168,18 +168,18 @@ class Plans:
             return plan
         if key not in self._store.entries:
             self._capture(key)
-        if key not in self._store.entries or not self._is_faster(key, batch, plan):
+        if key not in self._store.entries or not self._is_faster(key, plan):
             return plan
         return Plan((Replay(items, key),), ())
 
-    def _is_faster(self, key: GraphKey, batch: EncoderBatch, plan: Plan) -> bool:
+    def _is_faster(self, key: GraphKey, plan: Plan) -> bool:
         store = self._store
         if not store.backend.is_timed:
             return True
         if plan.replays:
             limit = sum(store.seconds(replay.key) for replay in plan.replays)
         else:
-            limit = Prices(batch, (), store.measured).of_eager(key.token_budget) or 0.0
+            limit = in_eager(key, key.token_budget, store.measured) or 0.0
         if store.seconds(key) < limit:
             return True
         store.drop(key, Reason.NOT_FASTER)

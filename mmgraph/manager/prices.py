@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmgraph.policy import EAGER, REPLAY, Curve
-from mmgraph.types import EncoderBatch, GraphKey
+from mmgraph.types import GraphKey
 
 __all__ = ["PER_REPLAY", "Measured", "Prices", "in_eager", "saving"]
 
@@ -26,24 +26,30 @@ class Measured:
     """
 
     replays: Mapping[GraphKey, float] = field(default_factory=dict)
-    eager: Mapping[object, Mapping[int, float]] = field(default_factory=dict)
+    eager: Mapping[Hashable, Mapping[int, float]] = field(default_factory=dict)
 
 
 class Prices:
-    """Costs for one batch.
+    """Costs for batches of one kind.
 
     Args:
-        batch: The batch.
-        keys: Graphs of its signature.
+        signature: Of the batches.
+        longest: Their longest segment of each kind of attention.
+        keys: Graphs of that signature.
         measured: What is known of them.
     """
 
-    def __init__(self, batch: EncoderBatch, keys: Sequence[GraphKey], measured: Measured) -> None:
+    def __init__(
+        self,
+        signature: Hashable,
+        longest: Sequence[int],
+        keys: Sequence[GraphKey],
+        measured: Measured,
+    ) -> None:
         self._measured = measured
-        longest = [max(kind) for kind in zip(*(i.max_seqlen for i in batch.items), strict=True)]
         points = _points(keys, longest, measured.replays)
         self._replays = Curve(points, int(REPLAY.fixed)) if points else None
-        eager = measured.eager.get(batch.signature)
+        eager = measured.eager.get(signature)
         self._eager = Curve(eager, int(EAGER.fixed), floor=True) if eager else None
 
     @property

@@ -83,6 +83,7 @@ class GraphStore:
         self.eager_times = EagerTimes(model, facts, backend)
         self.limit = Limit(max_bytes)
         self._retained = 0
+        self._measured: Measured | None = None
         self._range = Ranges(facts.name)
         self._warn_once = WarnOnce(_logger)
 
@@ -105,6 +106,7 @@ class GraphStore:
         self.failed.clear()
         self.too_large.clear()
         self.eager_times.seconds.clear()
+        self._measured = None
 
     def use_budgets(self, budgets: tuple[int, ...]) -> list[GraphKey]:
         """Free the graphs of other budgets than the ascending `budgets`; return their keys.
@@ -151,6 +153,7 @@ class GraphStore:
 
     def _close(self, key: GraphKey) -> None:
         graph = self.entries.pop(key).graph
+        self._measured = None
         if self.backend.name == "cuda":  # a pool gives memory back with its last graph only
             self._retained = self._retained + graph.num_bytes if self.entries else 0
         graph.close()
@@ -160,6 +163,7 @@ class GraphStore:
         for signature in self.arenas.keys() - read:
             del self.arenas[signature]
 
+    @torch.no_grad()
     def seconds(self, key: GraphKey) -> float:
         """Seconds of a replay of `key` for a call that fills it, as far as one is known.
 
@@ -217,17 +221,23 @@ class GraphStore:
 
     @property
     def measured(self) -> Measured:
-        """What graphs and eager mode were measured to take."""
-        seconds = {key: entry.replay_seconds for key, entry in self.entries.items()}
-        return Measured(
-            {k: s for k, s in seconds.items() if s is not None}, self.eager_times.seconds
-        )
+        """What graphs and eager mode were measured to take; the same object until that changes."""
+        if self._measured is None:
+            seconds = {key: entry.replay_seconds for key, entry in self.entries.items()}
+            replays = {key: s for key, s in seconds.items() if s is not None}
+            self._measured = Measured(replays, self.eager_times.seconds)
+        return self._measured
 
     def _measure(self, key: GraphKey) -> None:
         """Time a fresh graph, and eager mode on the calls that it was checked with."""
-        if self.backend.is_timed:
-            self.entries[key].replay_seconds = self.seconds(key)
-            self.eager_times.measure(key)
+        if not self.backend.is_timed:
+            return
+        seconds = self.seconds(key)
+        if self.eager_times.measure(key) < seconds:  # rare: not for a moment's hitch
+            seconds = min(seconds, self.seconds(key))
+            self.eager_times.measure(key, again=True)
+        self.entries[key].replay_seconds = seconds
+        self._measured = None
 
     def attempt(self, key: GraphKey) -> CaptureError | None:
         """Capture `key` and say nothing; where memory runs out, free what the attempt left."""

@@ -37,12 +37,6 @@ def case(request: pytest.FixtureRequest, device: str) -> Case:
     return Case(str(request.param), device)
 
 
-@pytest.fixture(autouse=True)
-def any_graph_is_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of two is faster hangs on the machine, and isn't what these tests ask."""
-    monkeypatch.setattr("mmgraph.graphs.cuda.CudaBackend.is_timed", False)
-
-
 def limit_on(device: str) -> float:
     """How far two right answers may be apart: float32 on the CPU, bfloat16 on a GPU."""
     return 1e-5 if device == "cpu" else 0.05

@@ -209,3 +209,15 @@ def test_clear_gives_the_memory_back() -> None:
     assert torch.cuda.memory_allocated() < allocated
     assert torch.cuda.memory_reserved() < reserved
     assert manager.stats().graph_bytes == 0
+
+
+@pytest.mark.timed
+def test_whatever_is_found_faster_is_right() -> None:
+    manager = make_manager()
+    for lengths in ([8], [6], [2, 4, 2], [32, 16, 8], [4, 30, 6, 20, 2]):
+        for seed in range(2):
+            call = cuda_call(lengths, seed)
+            assert_right(manager.execute(call), manager, call)
+    stats = manager.stats()
+    assert set(stats.misses) <= {Reason.NOT_FASTER}
+    assert all(graph.replay_seconds for graph in stats.graphs)

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from mmgraph import EncoderFacts, GraphKey, Reason
+import mmgraph
+from mmgraph import EncoderFacts, GraphConfig, GraphKey, Reason
+from mmgraph.graphs.trace import TraceBackend
 from mmgraph.manager import Eager, Plan, Replay
 from mmgraph.manager.plan import Graphs, Planner
 from mmgraph.manager.prices import Measured
 from mmgraph.manager.store import GraphStore
+from mmgraph.recipes import load_recipe
 from tests.manager.engine import (
     EngineEncoder,
     MeasuredBackend,
@@ -159,10 +163,39 @@ def test_each_graph_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = timed(monkeypatch, {8: 1.0, 16: 1.5, 32: 3.0}, eager=9.0)
     timings = []
     monkeypatch.setattr(
-        GraphStore, "seconds", lambda _, key: timings.append(key) or float(key.token_budget)
+        GraphStore, "seconds", lambda _, key: timings.append(key) or key.token_budget / 8
     )
     serve(manager, [8], 5)
     serve(manager, [32, 8], 5)
     assert len(timings) == len(set(timings)) == len(manager.stats().graphs)
     (by_tokens,) = manager._store.eager_times.seconds.values()
     assert by_tokens == {4: 9.0, 8: 9.0, 32: 9.0}  # and the smallest call, for once
+
+
+def test_graphs_are_timed_with_gradients_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are where a model is attached at the top of a script."""
+    monkeypatch.setattr(TraceBackend, "is_timed", True)
+    model = load_recipe("clip:tiny").build_encoder()
+    assert torch.is_grad_enabled()
+    config = GraphConfig(capture="upfront", row_budgets=(1, 2))
+    with mmgraph.attach(model, config) as handle:
+        handle.capture()
+        seconds = [graph.replay_seconds for graph in handle.stats().graphs]
+    assert len(seconds) == 2
+    assert all(seconds)
+
+
+def test_a_moment_in_which_replays_were_slow_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TraceBackend, "is_timed", True)
+    times = iter([5.0, 1.0, 1.0, 2.0, 3.0])  # a replay, eager mode twice, and both again
+    monkeypatch.setattr("mmgraph.manager.store.shortest", lambda *_: next(times))
+    monkeypatch.setattr("mmgraph.manager.eager_times.shortest", lambda *_: next(times))
+    model = load_recipe("clip:tiny").build_encoder()
+    with mmgraph.attach(model, GraphConfig(row_budgets=(2,))) as handle, torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(2, 3, model.config.image_size, model.config.image_size))
+        (graph,) = handle.stats().graphs
+    assert (graph.replay_seconds, graph.replays) == (pytest.approx(2.0, rel=1e-3), 2)
+    assert next(times, None) is None
