@@ -47,6 +47,13 @@ class Unchanged(nn.Module):
 class _Pair(NamedTuple):
     linear: nn.Linear
     activation: nn.Module
+    parent: nn.Module
+    children: tuple[nn.Module, ...]
+
+    @property
+    def is_as_found(self) -> bool:
+        """Whether the layer still feeds the activation: an adapter may have come between them."""
+        return tuple(self.parent.children()) == self.children
 
 
 class FusedActivations:
@@ -75,7 +82,9 @@ class FusedActivations:
         pairs = [
             p
             for p in self._pairs
-            if type(p.linear) is nn.Linear and type(p.activation) is self._classes[p.activation]
+            if type(p.linear) is nn.Linear
+            and type(p.activation) is self._classes[p.activation]
+            and p.is_as_found
         ]
         with _applied(pairs):
             yield
@@ -103,7 +112,7 @@ def _candidates(parent: nn.Module) -> list[_Pair]:
     if any(m._forward_hooks or m._forward_pre_hooks for m in (parent, *children)):
         return []  # they would see what is tried out
     layers = [c for c in children if type(c) is nn.Linear and c.bias is not None]
-    return [_Pair(layer, activations[0]) for layer in layers]
+    return [_Pair(layer, activations[0], parent, tuple(children)) for layer in layers]
 
 
 def _is_tanh_gelu(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -189,7 +189,9 @@ class AlignedWeights:
     def applied(self) -> Iterator[None]:
         """Within the block the layers multiply their storage."""
         broken = {p for p in self._products if not p.is_ours()}
-        broken.update(p for family in self._families if broken & family for p in family)
+        for family in self._families:
+            if broken & family.products or not family.is_as_found:
+                broken |= family.products
         with _applied([product for product in self._products if product not in broken]):
             yield
 
@@ -232,12 +234,22 @@ def _kind(layer: nn.Linear) -> tuple[Any, ...]:
     return (type(weight), weight.shape[1], weight.dtype, weight.device, weight.is_contiguous())
 
 
-def _widen(module: nn.Module, products: Sequence[_Product]) -> list[set[_Product]]:
-    """Leave surplus outputs on where all that is done to them is shown not to mind.
+class _Family(NamedTuple):
+    """Products of the layers of one module, each of which counts on the width of the others."""
 
-    Returns the products that have to be in force together then.
-    """
-    families: list[set[_Product]] = []
+    products: frozenset[_Product]
+    parent: nn.Module
+    children: tuple[nn.Module, ...]
+
+    @property
+    def is_as_found(self) -> bool:
+        """Whether the module still consists of what it was tried out with; adapters may come."""
+        return tuple(self.parent.children()) == self.children
+
+
+def _widen(module: nn.Module, products: Sequence[_Product]) -> list[_Family]:
+    """Leave surplus outputs on where all that is done to them is shown not to mind."""
+    families: list[_Family] = []
     places = {layer: (p, i) for p in products for i, layer in enumerate(p.layers)}
     for parent in module.modules():
         children = [child for child in parent.children() if child in places]
@@ -250,7 +262,8 @@ def _widen(module: nn.Module, products: Sequence[_Product]) -> list[set[_Product
             product.rows[i] = product.span(i)
         wide = _outcome(parent, products, padded[0])
         if narrow is not None and wide is not None and _same(narrow, wide):
-            families.append({places[child][0] for child in children})
+            concerned = frozenset(places[child][0] for child in children)
+            families.append(_Family(concerned, parent, tuple(parent.children())))
             continue
         for child in padded:
             product, i = places[child]

@@ -121,6 +121,35 @@ def test_what_somebody_changed_stays_theirs() -> None:
         assert not any(type(tower.blocks[i].fc1) is GeluLinear for i in (0, 1))
 
 
+class Adapter(nn.Module):
+    """What PEFT puts in the place of a layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.delta = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.delta(x)
+        return out
+
+
+@torch.no_grad()
+def test_an_adapter_comes_before_the_activation() -> None:
+    tower = Tower().eval()
+    activations = FusedActivations(tower)
+    tower.blocks[0].fc1 = Adapter(tower.blocks[0].fc1)
+    x = torch.randn(5, WIDTH)
+    expected = tower(x)
+    with activations.applied():
+        torch.testing.assert_close(tower(x), expected)
+        assert type(tower.blocks[0].fc1.base) is nn.Linear
+        assert type(tower.blocks[1].fc1) is GeluLinear
+    tower.blocks[0].fc1 = tower.blocks[0].fc1.base
+    with activations.applied():
+        assert type(tower.blocks[0].fc1) is GeluLinear
+
+
 @torch.no_grad()
 def test_nothing_is_tried_out_on_hooks_or_while_training() -> None:
     tower, called = Tower().eval(), []

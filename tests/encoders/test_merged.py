@@ -191,6 +191,45 @@ def test_surplus_outputs_stay_on_where_they_do_no_harm(
         torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
 
 
+class Adapter(nn.Module):
+    """What PEFT puts in the place of a layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.delta = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.delta(x)
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "names", [["gate_proj"], ["up_proj"], ["down_proj"], ["gate_proj", "up_proj"]]
+)
+def test_adapters_see_the_width_that_is_theirs(names: list[str]) -> None:
+    tower: Any = Tower(Gated).eval()
+    weights = AlignedWeights(tower, merge=True)
+    for name in names:
+        setattr(tower.blocks[0], name, Adapter(getattr(tower.blocks[0], name)))
+    x = torch.randn(5, WIDTH)
+    expected = tower(x)
+    with weights.applied():
+        torch.testing.assert_close(tower(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_adapters_on_query_key_and_value() -> None:
+    tower: Any = Tower(Attention).eval()
+    weights = AlignedWeights(tower, merge=True)
+    tower.blocks[0].k_proj = Adapter(tower.blocks[0].k_proj)
+    x = torch.randn(5, WIDTH)
+    expected = tower(x)
+    with weights.applied():
+        torch.testing.assert_close(tower(x), expected, atol=1e-5, rtol=1e-5)
+
+
 @torch.no_grad()
 def test_nothing_is_tried_out_on_hooks() -> None:
     module, called = Gated().eval(), []

@@ -216,6 +216,7 @@ def _compile_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_blocks_share_code_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _compile_eagerly(monkeypatch)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     tower = Tower().eval()
     expected = {n: tower(torch.ones(n, WIDTH)) for n in (3, 5, 7)}
     with compiled_blocks(tower) as count:
