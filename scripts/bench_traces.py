@@ -1,0 +1,351 @@
+"""Total encoder time of ``scripts.traces``, in five ways and by the best of each call.
+
+    python -m scripts.bench_traces --model qwen2.5-vl-7b --out docs/benchmarks/DATE-MACHINE
+
+Each kind of call is made a few times first, so that graphs are captured as they would be after some
+minutes of service, and is then timed once (the fastest of `--repeats`); totals count it as often as
+it occurs. Where `--kinds` or `--seconds` bound what is timed, totals are of those kinds that every
+way was timed on. Writes traces-MODEL.json and traces-MODEL.md. Ways:
+
+- eager: the tower as transformers builds it.
+- usual: a graph for each power of two, with metadata at its worst; items sorted by size and put
+  together as far as the largest budget goes. mmgraph's preparation of the tower is off.
+- usual, our kernels: the same with everything that mmgraph does to the tower itself.
+- mmgraph, as few: mmgraph with as many graphs as these.
+- mmgraph: with its default settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmgraph import GraphConfig, Handle, attach
+from mmgraph.bench.environment import Environment
+from mmgraph.bench.power_of_two import power_of_two_budgets
+from mmgraph.recipes import load_recipe
+from scripts.traces import MODELS, TRACES, Grid, make_trace
+from scripts.usual_planner import UsualPlanner
+
+__all__ = ["Bench", "render"]
+
+Kind = tuple[Grid, ...]
+"""The grids of a call."""
+
+_PLAIN: dict[str, Any] = dict.fromkeys(
+    (
+        "compile_blocks",
+        "align_weights",
+        "choose_attention",
+        "merge_weights",
+        "fuse_activations",
+    ),
+    False,
+)
+_USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
+_SETTLING_CALLS = 10
+
+
+@dataclass
+class Result:
+    """One way on one trace.
+
+    Attributes:
+        seconds: Of each kind of call that was timed.
+        graphs: How many there are in the end.
+        graph_mib: Device memory of these.
+        settling_s: What the calls before took, captures included.
+        misses: Items in eager mode by reason, settling included.
+    """
+
+    seconds: dict[Kind, float] = field(default_factory=dict)
+    graphs: int = 0
+    graph_mib: float = 0.0
+    settling_s: float = 0.0
+    misses: dict[str, int] = field(default_factory=dict)
+
+
+class Bench:
+    """Measures one model's tower.
+
+    Args:
+        recipe: Name of a recipe of a family in ``MODELS``.
+        device: Where.
+        kinds: Kinds of call of a trace to time, at most; the most frequent ones.
+        repeats: How often each is timed.
+        seconds: What all may take; ways and traces have equal shares of it.
+        shrink: Divides the sides of all grids, for tiny models.
+        traces: Names of those to measure.
+    """
+
+    def __init__(
+        self,
+        recipe: str,
+        device: torch.device,
+        *,
+        kinds: int = 60,
+        repeats: int = 2,
+        seconds: float = 120.0,
+        shrink: int = 1,
+        traces: Sequence[str] = tuple(TRACES),
+    ) -> None:
+        self.recipe = load_recipe(recipe)
+        if self.recipe.family not in MODELS:
+            raise SystemExit(f"--model must be of {', '.join(MODELS)}, got {recipe}")
+        self.device = device
+        self._kinds, self._repeats, self._shrink = kinds, repeats, shrink
+        self._traces = traces
+        self._share = seconds / (len(traces) * len(WAYS))
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.tower: nn.Module = self.recipe.build_encoder(device=device, dtype=dtype)
+        config: Any = self.tower.config
+        self._width = 3 * config.temporal_patch_size * config.patch_size**2
+        self._dtype = dtype
+        self._patches = torch.empty(0)
+
+    def run(self, calls: int) -> dict[str, dict[str, Any]]:
+        """Results by trace."""
+        results = {}
+        for name in self._traces:
+            trace = make_trace(name, self.recipe.family, calls=calls)
+            counts = Counter(tuple(map(self._shrunk, call)) for call in trace.calls)
+            results[name] = self._trace(counts)
+        return results
+
+    def _shrunk(self, grid: Grid) -> Grid:
+        merge, n = 2, self._shrink
+        t, h, w = grid
+        return t, max(merge, h // n // merge * merge), max(merge, w // n // merge * merge)
+
+    @torch.no_grad()
+    def _trace(self, counts: Counter[Kind]) -> dict[str, Any]:
+        kinds = [kind for kind, _ in counts.most_common(self._kinds)]
+        most = max(_tokens(kind) for kind in kinds)
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape = (most, self._width)
+        self._patches = torch.randn(
+            shape, dtype=self._dtype, device=self.device, generator=generator
+        )
+        results = {}
+        for way, make in WAYS.items():
+            results[way] = make(self, kinds, counts)
+            print(f"{way}: {len(results[way].seconds)} kinds timed", file=sys.stderr)
+        timed = [kind for kind in kinds if all(kind in r.seconds for r in results.values())]
+        totals = {
+            way: sum(counts[kind] * 1e3 * result.seconds[kind] for kind in timed)
+            for way, result in results.items()
+        }
+        totals["best of each call"] = sum(
+            counts[kind] * 1e3 * min(r.seconds[kind] for r in results.values()) for kind in timed
+        )
+        return {
+            "calls": sum(counts.values()),
+            "kinds": len(counts),
+            "timed_calls": sum(counts[kind] for kind in timed),
+            "timed_kinds": len(timed),
+            "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
+            "ways": {way: _without_kinds(result) for way, result in results.items()},
+        }
+
+    def eager(self, kinds: Sequence[Kind], counts: Counter[Kind]) -> Result:
+        """The tower as it is."""
+        return self._time(kinds, counts, grids_on=self.device, settling=1)
+
+    def attached(
+        self,
+        kinds: Sequence[Kind],
+        counts: Counter[Kind],
+        config: GraphConfig,
+        prepare: Callable[[Handle], None] = lambda _: None,
+    ) -> Result:
+        """The tower with graphs."""
+        with attach(self.tower, config) as handle:
+            prepare(handle)
+            result = self._time(kinds, counts, grids_on=torch.device("cpu"))
+            stats = handle.stats()
+        result.graphs, result.graph_mib = len(stats.graphs), round(stats.graph_bytes / 2**20, 1)
+        result.misses = {reason.name: n for reason, n in stats.misses.items()}
+        return result
+
+    def usual_budgets(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
+        """Powers of two for the items of these calls, up to what mmgraph captures by default."""
+        items = [t * h * w for kind in kinds for t, h, w in kind]
+        return power_of_two_budgets(min(items), max(min(16384, 4 * max(items)), max(items)))
+
+    def usual(self, kinds: Sequence[Kind], counts: Counter[Kind], **config: Any) -> Result:
+        """Powers of two."""
+        budgets = self.usual_budgets(kinds)
+
+        def prepare(handle: Handle) -> None:
+            for manager in handle._managers():
+                specs = [
+                    item
+                    for kind in kinds
+                    for item in manager.model.item_specs(self._call(kind, self._cpu)).items
+                ]
+                each = range(len(specs[0].num_segments))
+                segments = [max(s.num_segments[k] / s.num_tokens for s in specs) for k in each]
+                longest = [None if k == 0 else max(s.max_seqlen[k] for s in specs) for k in each]
+                planner = UsualPlanner(budgets, segments, longest)
+                manager._planner = manager._plans._planner = planner
+
+        settings = GraphConfig(
+            token_budgets=budgets,
+            max_graphs=len(budgets),
+            max_items=min(8, budgets[-1]),
+            **_USUAL,
+            **config,
+        )
+        return self.attached(kinds, counts, settings, prepare)
+
+    _cpu = torch.device("cpu")
+
+    def _call(self, kind: Kind, grids_on: torch.device) -> dict[str, torch.Tensor]:
+        grid = torch.tensor(kind, dtype=torch.int64, device=grids_on)
+        return {"hidden_states": self._patches[: _tokens(kind)], "grid_thw": grid}
+
+    def _time(
+        self,
+        kinds: Sequence[Kind],
+        counts: Counter[Kind],
+        grids_on: torch.device,
+        settling: int = _SETTLING_CALLS,
+    ) -> Result:
+        calls = {kind: self._call(kind, grids_on) for kind in kinds}
+        result, start = Result(), time.perf_counter()
+        for kind, call in calls.items():
+            for _ in range(min(settling, counts[kind])):
+                self.tower(**call)
+            if time.perf_counter() - start > self._share:
+                break
+        self._wait()
+        result.settling_s = round(time.perf_counter() - start, 3)
+        start = time.perf_counter()
+        for kind, call in calls.items():
+            result.seconds[kind] = min(self._once(call) for _ in range(self._repeats))
+            if time.perf_counter() - start > self._share:
+                break
+        return result
+
+    def _once(self, call: Mapping[str, torch.Tensor]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        self.tower(**call)
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _as_few(bench: Bench, kinds: Sequence[Kind], counts: Counter[Kind]) -> Result:
+    number = len(bench.usual_budgets(kinds))
+    return bench.attached(kinds, counts, GraphConfig(max_graphs=number))
+
+
+WAYS: dict[str, Callable[[Bench, Sequence[Kind], Counter[Kind]], Result]] = {
+    "eager": Bench.eager,
+    "usual": lambda bench, kinds, counts: bench.usual(kinds, counts, **_PLAIN),
+    "usual, our kernels": Bench.usual,
+    "mmgraph, as few": _as_few,
+    "mmgraph": lambda bench, kinds, counts: bench.attached(kinds, counts, GraphConfig()),
+}
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as a page of Markdown."""
+    names = [*WAYS, "best of each call"]
+    lines = [
+        f"# Traces on {report['model']}",
+        "",
+        "Total encoder time in ms, and in brackets relative to eager mode.",
+        "",
+        "| trace | calls timed | " + " | ".join(names) + " |",
+        "|" + "---|" * (len(names) + 2),
+    ]
+    for trace, result in report["traces"].items():
+        totals = result["total_ms"]
+        cells = [
+            f"{totals[name]:.1f} ({totals[name] / totals['eager']:.2f})"
+            if totals["eager"]
+            else "not timed"
+            for name in names
+        ]
+        share = f"{result['timed_calls']} of {result['calls']} ({result['timed_kinds']} kinds)"
+        lines.append(f"| {trace} | {share} | " + " | ".join(cells) + " |")
+    lines += ["", "| trace | way | graphs | MiB | settling, s | items in eager mode |"]
+    lines.append("|---|---|---|---|---|---|")
+    for trace, result in report["traces"].items():
+        for name, way in result["ways"].items():
+            misses = ", ".join(f"{n} {reason}" for reason, n in way["misses"].items()) or "none"
+            numbers = f"{way['graphs']} | {way['graph_mib']} | {way['settling_s']}"
+            lines.append(f"| {trace} | {name} | {numbers} | {misses} |")
+    machine = report["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines += ["", f"{machine['gpu'] or machine['cpu']}; {versions}; commit {machine['commit']}."]
+    lines.append(f"\nCommand: `{report['command']}`")
+    return "\n".join(lines) + "\n"
+
+
+def _tokens(kind: Kind) -> int:
+    return sum(t * h * w for t, h, w in kind)
+
+
+def _without_kinds(result: Result) -> dict[str, Any]:
+    data = asdict(result)
+    del data["seconds"]
+    return data
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--model", default="qwen2.5-vl-7b", help="name of a recipe")
+    add("--out", type=Path, required=True, help="folder for the report")
+    add("--calls", type=int, default=500, help="calls of a trace")
+    add("--kinds", type=int, default=60, help="kinds of call of a trace to time, at most")
+    add("--repeats", type=int, default=2, help="timings of each, of which the fastest counts")
+    add("--seconds", type=float, default=120.0, help="what all may take, about")
+    add("--shrink", type=int, default=1, help="divide the sides of grids, for tiny models")
+    add("--traces", nargs="+", choices=list(TRACES), default=list(TRACES), help="which ones")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    bench = Bench(
+        arguments.model,
+        device,
+        kinds=arguments.kinds,
+        repeats=arguments.repeats,
+        seconds=arguments.seconds,
+        shrink=arguments.shrink,
+        traces=arguments.traces,
+    )
+    report = {
+        "model": arguments.model,
+        "command": f"python -m scripts.bench_traces --model {arguments.model} --out OUT "
+        f"--calls {arguments.calls} --kinds {arguments.kinds} --repeats {arguments.repeats} "
+        f"--seconds {arguments.seconds:g} --shrink {arguments.shrink}",
+        "traces": bench.run(arguments.calls),
+        "environment": asdict(Environment.read(device)),
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = "traces-" + arguments.model.replace(":", "-")
+    text = json.dumps(report, indent=1) + "\n"
+    (arguments.out / f"{stem}.json").write_text(text, encoding="utf-8")
+    (arguments.out / f"{stem}.md").write_text(render(report), encoding="utf-8")
+    print(render(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Plans as engines usually make them: powers of two, and the worst that may come baked in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmgraph import GraphKey
+from mmgraph.bench.power_of_two import fill
+from mmgraph.manager import Plan, Replay
+from mmgraph.manager.plan import Eager, Graphs, Planner
+from mmgraph.types import EncoderBatch, Reason
+
+__all__ = ["UsualPlanner"]
+
+
+class UsualPlanner(Planner):
+    """One graph a budget that takes any items, and items put together first come first served.
+
+    Args:
+        budgets: Ascending budgets in tokens.
+        segments: Segments of each kind that a token may bring, at most.
+        longest: Longest segment of each kind, ``None`` for as long as the budget.
+    """
+
+    def __init__(
+        self,
+        budgets: tuple[int, ...],
+        segments: Sequence[float],
+        longest: Sequence[int | None],
+    ) -> None:
+        super().__init__(budgets)
+        self._segments, self._longest = segments, longest
+
+    def plan(self, batch: EncoderBatch, graphs: Graphs) -> Plan:
+        sizes = [item.num_tokens for item in batch.items]
+        fitting = [i for i, size in enumerate(sizes) if size <= self.budgets[-1]]
+        above = tuple(i for i, size in enumerate(sizes) if size > self.budgets[-1])
+        replays = tuple(
+            Replay(tuple(sorted(fitting[i] for i in part.items)), self._key(batch, part.budget))
+            for part in fill([sizes[i] for i in fitting], self.budgets)
+        )
+        return Plan(replays, (Eager(above, Reason.ABOVE_BUDGET),) if above else ())
+
+    def _key(self, batch: EncoderBatch, budget: int) -> GraphKey:
+        capacity = tuple(max(1, int(budget * share + 1)) for share in self._segments)
+        longest = tuple(budget if n is None else min(n, budget) for n in self._longest)
+        return GraphKey(budget, capacity, longest, batch.signature)
