@@ -15,8 +15,10 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
+from mmgraph.attachment.unread import unread_parameters
 from mmgraph.encoders import TowerEncoder, inside_tower
 from mmgraph.manager import EncoderCudaGraphManager
 from mmgraph.stats import StatsRecorder
@@ -58,6 +60,7 @@ class AttachedMethod:
         self.closed = closed
         self.stats = StatsRecorder()
         self._before: Any = None
+        self._unread = unread_parameters(self.module, encoder.method)
 
     @property
     def module(self) -> nn.Module:
@@ -74,6 +77,8 @@ class AttachedMethod:
             output = encoder.forward(*args, **kwargs)  # mostly Python's own TypeError
             self._count_miss(self.closed or refusal.reason)
             return output
+        if not self._unread.isdisjoint(call):
+            call = {n: v for n, v in call.items() if not self._is_unread(n, v)}
         listener = _listener.get()
         if listener is not None:
             listener(encoder, call)
@@ -116,6 +121,9 @@ class AttachedMethod:
         else:
             self.stats.called()
             self.stats.missed(reason, 1)
+
+    def _is_unread(self, name: str, value: Any) -> bool:
+        return name in self._unread and isinstance(value, torch.Tensor)
 
     def _num_items(self, call: dict[str, Any]) -> int:
         try:
