@@ -47,9 +47,10 @@ docs: $(SETUP)  ## local links in the documents resolve
 # More threads than cores make the small models of the tests slower, not faster.
 test test-all: export OMP_NUM_THREADS ?= 2
 test test-all: export MKL_NUM_THREADS ?= 2
+test test-all: export OMP_WAIT_POLICY ?= passive
 
 test: $(SETUP)  ## the tests that take seconds
-	$(RUN) pytest -q --tb=short -m "not slow"
+	$(RUN) pytest -q --tb=short -m "not slow" -n 2 --dist worksteal
 
 test-all: $(SETUP)  ## every test this machine can run, with coverage
 	$(RUN) pytest --cov --cov-report=term-missing
