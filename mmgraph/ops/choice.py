@@ -3,7 +3,7 @@
 No kernel is the fastest everywhere. On an H200, for one image of 7,056 patches and heads of 72, the
 flash kernel that takes segments of any length needs 1.05 ms and cuDNN's, which takes a dense batch,
 0.66 ms; on windows of 64 the two are alike. A dense batch is what a graph has whose segments are
-all of one length. FlashAttention 4 (``mmgraph[fa4]``) takes segments of any length and is faster
+all of one length. FlashAttention 4 (flash-attn-4) takes segments of any length and is faster
 than either on long ones.
 
 What a reader would get wrong: the choice is made inside an operator that the compiler doesn't look
