@@ -95,6 +95,7 @@ def test_the_step_moves_where_that_is_right(make: Callable[[], Any], fused: list
 
 
 @torch.no_grad()
+@pytest.mark.slow  # the compiler takes half a minute
 def test_blocks_share_one_code() -> None:
     tower = Tower().eval()
     preparation = Preparation(tower, "tower", fuse_activations=True, compile_blocks=True)

@@ -131,6 +131,7 @@ def test_nothing_of_a_call_is_kept(tower: Tower) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow  # the compiler takes half a minute
 def test_compiled_blocks_share_one_code(tower: Tower) -> None:
     preparation = Preparation(
         tower, "tower", align_weights=True, merge_weights=True, compile_blocks=True
