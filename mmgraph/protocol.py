@@ -19,6 +19,7 @@ __all__ = [
     "SupportsEncoderCudaGraph",
     "SupportsExactGraphs",
     "SupportsMultiModal",
+    "SupportsPrivateCaches",
     "SupportsTrial",
     "supports_encoder_cudagraph",
 ]
@@ -98,6 +99,17 @@ class SupportsTrial(Protocol):
         """End the trial: keep the steps, or leave them out from now on because of `why_not`.
 
         They may have `failed`, or just not have been faster.
+        """
+
+
+@runtime_checkable
+class SupportsPrivateCaches(Protocol):
+    """An encoder that keeps tables from one call to the next, which graphs must not share."""
+
+    def private_caches(self) -> AbstractContextManager[object]:
+        """Within the block its caches are empty ones of their own; afterwards as they were.
+
+        The value of the block is kept for as long as the graph that was recorded in it.
         """
 
 

@@ -203,8 +203,8 @@ class BufferSpec:
     Attributes:
         shape: Full shape for the key; dimension 0 grows with the key, the others are fixed.
         dtype: Element type.
-        example: Contents that are valid for the key, used while it is warmed up and captured;
-            ``None`` means random numbers.
+        example: Contents that are valid for the key, of this shape or broadcast to it, used while
+            it is warmed up and captured; ``None`` means random numbers.
     """
 
     shape: tuple[int, ...]

@@ -21,6 +21,7 @@ __all__ = ["compiled_blocks", "find_blocks"]
 
 _MIN_BLOCKS = 2
 _MAX_COMPILES = 6
+"""Of blocks with the same widths."""
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
@@ -45,13 +46,17 @@ def compiled_blocks(module: nn.Module) -> Iterator[int]:
         for block in blocks:
             block.__dict__["forward"] = _compile(block)
         # Blocks that don't share code would be compiled one by one, for minutes: an error instead.
-        with torch._dynamo.config.patch(
-            recompile_limit=_MAX_COMPILES, fail_on_recompile_limit_hit=True
-        ):
+        limit = _MAX_COMPILES * max(1, len(set(map(_widths, blocks))))
+        with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
             yield len(blocks)
     finally:
         for block in blocks:
             block.__dict__.pop("forward", None)
+
+
+def _widths(block: nn.Module) -> tuple[torch.Size, ...]:
+    """What blocks of one class must have in common to share code: stages differ in width."""
+    return tuple(parameter.shape for parameter in block.parameters())
 
 
 def _compile(block: nn.Module) -> Any:

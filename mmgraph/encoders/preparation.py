@@ -86,7 +86,7 @@ class Preparation:
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if self._compiled or _is_recording():  # then it isn't the compiler
+            if (self._compiled and not _comes_from_compiler(error)) or _is_recording():
                 raise
             with self._applied(compiled=False):
                 output = forward()  # fails as well, if it is the call
@@ -155,6 +155,11 @@ def _describe_attention(choices: Mapping[AttentionShape, AttentionChoice]) -> li
                 f"{choice.kernel} (us: {times})"
             )
     return lines
+
+
+def _comes_from_compiler(error: Exception) -> bool:
+    """Whether a size that is new to the compiler made it give up; its errors share no class."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def _is_recording() -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mmgraph.encoders.calls import CallSignature
+from mmgraph.encoders.places import casts_to_integers
 from mmgraph.encoders.tower import TowerEncoder
 from mmgraph.errors import UnsupportedModelError
 from mmgraph.types import (
@@ -60,15 +61,16 @@ class RowsEncoder(TowerEncoder):
     def capture_inputs(self, key: GraphKey) -> dict[str, BufferSpec]:
         assert isinstance(key.signature, CallSignature)
         rows = key.token_budget // self._tokens_per_row()
-        # Masks that mask nothing: a warm-up may read them as sizes, on the host.
         return {
-            name: BufferSpec(
-                (rows, *shape),
-                dtype,
-                None if dtype.is_floating_point else torch.ones(rows, *shape, dtype=dtype),
-            )
+            name: BufferSpec((rows, *shape), dtype, self._example(key, dtype))
             for name, shape, dtype in key.signature.tensors
         }
+
+    def _example(self, key: GraphKey, dtype: torch.dtype) -> torch.Tensor | None:
+        """For a whole buffer: a warm-up may read masks as sizes, and contents as places."""
+        if not dtype.is_floating_point:
+            return torch.ones((), dtype=dtype)
+        return torch.zeros((), dtype=dtype) if self._reads_places(key) else None
 
     def replay_inputs(
         self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, items: Sequence[int], key: GraphKey
@@ -128,12 +130,34 @@ class RowsEncoder(TowerEncoder):
         probe = self._constants(key)
         for name, shape, dtype in key.signature.tensors:
             if dtype.is_floating_point:
-                probe[name] = self._random(rows, *shape, seed=1 + full).to(dtype)
+                probe[name] = self._contents(key, rows, *shape, seed=1 + full).to(dtype)
                 continue
             probe[name] = torch.ones(rows, *shape, dtype=dtype, device=self.device)
             if not full and shape:
                 probe[name][..., (shape[-1] + 1) // 2 :] = 0
         return probe
+
+    def _contents(self, key: GraphKey, *shape: int, seed: int) -> torch.Tensor:
+        """Random contents, none of which the tower can take for a place that isn't there."""
+        make = self._fractions if self._reads_places(key) else self._random
+        return make(*shape, seed=seed)
+
+    def _reads_places(self, key: GraphKey) -> bool:
+        if self._has_places is None:
+            call = self._small_call(key)
+            self._has_places = casts_to_integers(lambda: self.forward(**call))
+        return self._has_places
+
+    def _small_call(self, key: GraphKey) -> dict[str, Any]:
+        assert isinstance(key.signature, CallSignature)
+        call = self._constants(key)
+        for name, shape, dtype in key.signature.tensors:
+            call[name] = torch.ones(1, *shape, dtype=dtype, device=self.device)
+            if dtype.is_floating_point:
+                call[name] = self._fractions(1, *shape).to(dtype)
+        return call
+
+    _has_places: bool | None = None
 
     def _tokens_per_row(self) -> int:
         if self._tokens is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mmgraph.encoders.caches import private_caches
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
@@ -202,6 +203,10 @@ class TowerEncoder(ABC):
         """Within the block captures leave out the steps that are on trial."""
         return self.preparation.without_compile()
 
+    def private_caches(self) -> AbstractContextManager[object]:
+        """Within the block what the tower memoises is kept for the graph that is recorded."""
+        return private_caches(self.tower.module)
+
     def decide(self, why_not: str | None, *, failed: bool = False) -> None:
         """End the trial: keep the steps, or leave them out from now on."""
         self.preparation.decide(why_not, failed=failed)
@@ -278,6 +283,12 @@ class TowerEncoder(ABC):
         """Random numbers like the tower's inputs; the user's generators stay where they are."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
+
+    def _fractions(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        """Random numbers in [0, 1), which are 0 for a tower that takes them for integers."""
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.rand(*shape, generator=generator) * 0.99  # below 1 in half precision too
+        return numbers.to(self.device, self.dtype)
 
     def _flags(self) -> tuple[Hashable, ...]:
         flags = () if self._config is None else config_flags(self._config)

@@ -2,8 +2,9 @@
 
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend
 from mmgraph.graphs.buffers import BufferArena, StaticBuffers
-from mmgraph.graphs.exact import capture_exact
+from mmgraph.graphs.exact import capture_exact, capture_folded
 from mmgraph.graphs.gc_freeze import clean_up, freeze_gc_for_cudagraph_capture
+from mmgraph.graphs.guard import HostAccess
 from mmgraph.graphs.modes import (
     BatchDescriptor,
     CUDAGraphMode,
@@ -28,10 +29,12 @@ __all__ = [
     "ForwardContext",
     "GraphBackend",
     "GraphLog",
+    "HostAccess",
     "Rebuild",
     "StaticBuffers",
     "break_at_modules",
     "capture_exact",
+    "capture_folded",
     "clean_up",
     "current_forward_context",
     "eager_break",

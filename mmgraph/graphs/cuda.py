@@ -33,6 +33,7 @@ from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_out_of_memory
 from mmgraph.graphs.gc_freeze import clean_up, undisturbed
 from mmgraph.graphs.guard import CaptureGuard
+from mmgraph.graphs.patch import as_if_capturing
 from mmgraph.graphs.weak import weak_view
 
 __all__ = ["CudaBackend", "CudaGraph", "abandon"]
@@ -197,7 +198,7 @@ class CudaBackend(GraphBackend):
     ) -> CapturedGraph:
         try:
             run(buffers)
-            with CaptureGuard():
+            with as_if_capturing.applied(), CaptureGuard():
                 run(buffers)
             self.synchronize()
         except CaptureError:

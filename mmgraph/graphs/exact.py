@@ -18,14 +18,12 @@ from mmgraph.graphs.backend import GraphBackend, Runnable
 from mmgraph.graphs.breakable import capture_breakable
 from mmgraph.graphs.folding import Folding
 from mmgraph.graphs.operations import ReadsContents
-from mmgraph.graphs.patch import ThreadPatch
+from mmgraph.graphs.patch import as_if_capturing
 from mmgraph.graphs.segments import BreakableGraph, breaks_at, recording
 
-__all__ = ["capture_exact"]
+__all__ = ["capture_exact", "capture_folded"]
 
 _MAX_BREAKS = 64
-# transformers takes other ways through its code while a stream captures.
-_as_if_capturing = ThreadPatch(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
 def capture_exact(
@@ -64,6 +62,23 @@ def capture_exact(
                 return _record(backend, run, buffers, folding)
 
 
+def capture_folded(
+    backend: GraphBackend, run: Runnable, buffers: Mapping[str, torch.Tensor]
+) -> BreakableGraph:
+    """Capture `run` as one graph, where all that it does on the host is the same in each call.
+
+    Tables that it makes of nothing but numbers and uploads, for example.
+
+    Raises:
+        CaptureError: It can't be captured, or what it reads on the host came of `buffers`.
+        ConfigError: The backend captures whole graphs only.
+    """
+    folding = Folding(())
+    with backend.ordered():
+        _observe(run, buffers, folding, warm=False)
+        return _record(backend, run, buffers, folding)
+
+
 def _observe(
     run: Runnable, buffers: Mapping[str, torch.Tensor], folding: Folding, *, warm: bool
 ) -> None:
@@ -72,7 +87,7 @@ def _observe(
         if not warm:  # tables that modules make once and keep are no part of the call
             with torch.no_grad():
                 run(buffers)
-        with _as_if_capturing.applied() if on_gpu else nullcontext():
+        with as_if_capturing.applied() if on_gpu else nullcontext():
             recording(folding.observer(), lambda: run(buffers))
     except CaptureError:
         raise

@@ -38,6 +38,7 @@ from mmgraph.graphs.operations import (
     positions,
     python_data,
     refuse_reads,
+    uploaded,
     written,
 )
 from mmgraph.graphs.segments import SegmentRecorder
@@ -84,7 +85,7 @@ class Folding:
         """Recorder of the second run, on top of a backend's."""
         self.position = 0
         results = tensors_in([s.out for s in self.steps if s.constant])
-        positions = tensors_in([s.indices for s in self.steps])
+        positions = tensors_in([(s.indices, s.values) for s in self.steps])
         self._kept = {storage_of(t) for t in (*results, *positions)} | self._given.keys()
         return _Recorder(inner, _Fold(self), _FoldFunctions(self))
 
@@ -190,6 +191,7 @@ class _Observe(TorchDispatchMode):
         step = Step(func, out, constant=constant)
         if func in INDEXED:
             step.indices = positions(args, folding.is_constant)
+            step.values = uploaded(args, folding.is_constant)
         self._follow_memory(step, args, kwargs, inputs, outputs)
         folding.steps.append(step)
         return out
@@ -233,6 +235,8 @@ class _Fold(TorchDispatchMode):
             raise CaptureError(f"a table that is made on the host is written with content, {func}")
         if step.indices is not None:
             args = (args[0], chosen(step.indices, args[1]), *args[2:])
+        if step.values is not None:
+            args = (*args[:2], step.values, *args[3:])
         folding.keep(tensors_in((args, kwargs)))
         return func(*args, **(kwargs or {}))
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmgraph.errors import CaptureError
 
-__all__ = ["COPIES", "HOST_READS", "INDEXED", "CaptureGuard", "depends_on_mask"]
+__all__ = ["COPIES", "HOST_READS", "INDEXED", "CaptureGuard", "HostAccess", "depends_on_mask"]
 
 _aten = torch.ops.aten
 HOST_READS = frozenset(
@@ -33,13 +33,18 @@ HOST_READS = frozenset(
         _aten.repeat_interleave.Tensor,
     }
 )
+_MASKS = (torch.bool, torch.uint8)
 _CONSTANT = _aten.lift_fresh.default
 COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
 INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default})
 
 
+class HostAccess(CaptureError):
+    """A call reads data on the host or uploads some; that may be the same in each call."""
+
+
 class CaptureGuard(TorchDispatchMode):
-    """Within it an operation that a CUDA graph can't hold raises ``CaptureError``."""
+    """Within it an operation that a CUDA graph can't hold raises ``HostAccess``."""
 
     def __torch_dispatch__(
         self,
@@ -51,14 +56,16 @@ class CaptureGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         on_device = any(tensor.is_cuda for tensor in _tensors(args, kwargs))
         if on_device and func in HOST_READS and kwargs.get("output_size") is None:
-            raise CaptureError(f"it reads data on the host, at {func}")
+            raise HostAccess(f"it reads data on the host, at {func}")
         if on_device and func in INDEXED and depends_on_mask(args):
-            raise CaptureError(f"the shape of a result depends on data, at {func} with a mask")
+            raise HostAccess(f"the shape of a result depends on data, at {func} with a mask")
         if on_device and func is _CONSTANT:  # torch.tensor(...) copies with all modes off
-            raise CaptureError("it makes a tensor on the device from numbers on the host")
+            raise HostAccess("it makes a tensor on the device from numbers on the host")
+        if func in INDEXED and uploads(args):
+            raise HostAccess(f"it uploads positions or values from the host, at {func}")
         output = func(*args, **kwargs)
         if func in COPIES and len({t.device.type for t in _tensors((args, output), kwargs)}) > 1:
-            raise CaptureError(f"it copies between host and device, at {func}")
+            raise HostAccess(f"it copies between host and device, at {func}")
         return output
 
 
@@ -66,8 +73,15 @@ def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
+def uploads(args: tuple[Any, ...]) -> bool:
+    """Whether an indexing on a GPU takes something from the host; not if a mask is filled."""
+    fills = any(i is not None and i.dtype in _MASKS for i in args[1])
+    given = (*args[1], *(() if fills else args[2:3]))
+    return args[0].is_cuda and any(t is not None and not t.is_cuda for t in given)
+
+
 def depends_on_mask(args: tuple[Any, ...]) -> bool:
     """Whether an indexing counts the elements of a mask; filling with one value doesn't."""
-    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    masks = [i for i in args[1] if i is not None and i.dtype in _MASKS]
     fills = len(args) > 2 and len(masks) == 1 == args[2].numel()
     return bool(masks) and not fills

@@ -26,6 +26,7 @@ __all__ = [
     "positions",
     "python_data",
     "refuse_reads",
+    "uploaded",
     "written",
 ]
 
@@ -62,6 +63,8 @@ class Step:
         self.indices: list[torch.Tensor | int] | None = None
         """Indices in a form that needs nothing of the host; a number is the place of one that
         stays as it is."""
+        self.values: torch.Tensor | None = None
+        """What an assignment uploads, on the device; ``None`` where it uploads nothing."""
 
 
 def makes_from_python(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -107,6 +110,18 @@ def positions(args: tuple[Any, ...], is_constant: IsConstant) -> list[torch.Tens
         else:
             found.append(place)
     return None if all(isinstance(index, int) for index in found) else found
+
+
+def uploaded(args: tuple[Any, ...], is_constant: IsConstant) -> torch.Tensor | None:
+    """A constant of the host that is assigned to positions on a device, on that device."""
+    if len(args) < 3 or args[2].device == args[0].device or not is_constant(args[2:3]):
+        return None
+    return None if depends_on_mask(args) or _is_fill(args) else args[2].to(args[0].device)
+
+
+def _is_fill(args: tuple[Any, ...]) -> bool:
+    """Whether a mask is filled with one number, which torch takes from the host as it is."""
+    return any(index is not None and index.dtype in _MASKS for index in args[1])
 
 
 def chosen(places: Sequence[torch.Tensor | int], indices: Sequence[Any]) -> list[Any]:

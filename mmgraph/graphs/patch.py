@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["ThreadPatch"]
+import torch
+
+__all__ = ["ThreadPatch", "as_if_capturing"]
 
 
 class ThreadPatch:
@@ -58,3 +60,7 @@ class ThreadPatch:
             return original(*args, **kwargs)
 
         return patched
+
+
+as_if_capturing = ThreadPatch(torch.cuda, "is_current_stream_capturing", lambda: True)
+"""transformers takes other ways through its code while a stream captures."""

@@ -15,12 +15,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
+from mmgraph.graphs.guard import HostAccess
 
 __all__ = ["TraceBackend"]
 
@@ -72,6 +77,10 @@ class TraceBackend(GraphBackend):
                 )
         except CaptureError:
             raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise HostAccess(
+                f"the call reads tensor data on the host (at {error.func}), which a graph can't do"
+            ) from error
         except Exception as error:
             raise CaptureError(f"the call can't be recorded: {_first_line(error)}") from error
         _refuse_host_reads(module)
@@ -106,14 +115,14 @@ class _WeightReads(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             source = args[0] if args[0]._base is None else args[0]._base
             if isinstance(source, torch.nn.Parameter):
-                raise CaptureError("the call reads a weight on the host, which a graph can't do")
+                raise HostAccess("the call reads a weight on the host, which a graph can't do")
         return func(*args, **(kwargs or {}))
 
 
 def _refuse_host_reads(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is torch.ops.aten._local_scalar_dense.default or _is_dynamic(node):
-            raise CaptureError(
+            raise HostAccess(
                 f"the call reads tensor data on the host (at {node.target}), which a graph can't do"
             )
 

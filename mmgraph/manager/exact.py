@@ -26,6 +26,7 @@ from mmgraph.graphs import (
 )
 from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
+from mmgraph.manager.caches import private_caches
 from mmgraph.manager.verify import largest_error, max_error, shortest
 from mmgraph.protocol import SupportsExactGraphs
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
@@ -63,12 +64,17 @@ class ExactEntry:
     """A graph of one call with all that belongs to it."""
 
     def __init__(
-        self, graph: BreakableGraph, buffers: dict[str, torch.Tensor], rebuild: Rebuild
+        self,
+        graph: BreakableGraph,
+        buffers: dict[str, torch.Tensor],
+        rebuild: Rebuild,
+        kept: object = None,
     ) -> None:
         self.graph = graph
         self.seconds = 0.0
         self._buffers = buffers
         self._rebuild = rebuild
+        self._kept = kept  # what the graph reads and nobody else may hold
 
     @property
     def num_bytes(self) -> int:
@@ -240,8 +246,9 @@ class ExactGraphs:
             rebuilds.append(rebuild)
             return tensors
 
-        graph = capture_exact(self._backend, run, buffers, constants)
-        entry = ExactEntry(graph, buffers, rebuilds[-1])
+        with private_caches(self._model) as kept:
+            graph = capture_exact(self._backend, run, buffers, constants)
+        entry = ExactEntry(graph, buffers, rebuilds[-1], kept)
         try:
             self._check(entry, call)
         except BaseException:
@@ -291,10 +298,21 @@ def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Other contents of the same kind: zeros stay zero, masks stay masks."""
+    """Other contents of the same kind: zeros stay zero, masks and places change their order.
+
+    What was light comes out dark: a tower that treats them in two ways while it runs in eager
+    mode, and in one while it is recorded, must not pass with both probes on the same side.
+    """
+    flipped = tensor.flip(0) if tensor.dim() else tensor
     if not tensor.dtype.is_floating_point:
-        return tensor.flip(0)
+        return flipped
     generator = torch.Generator(device=tensor.device)
     generator.manual_seed(1)
-    factor = torch.rand(tensor.shape, generator=generator, device=tensor.device)
-    return tensor * (0.5 + factor).to(tensor.dtype)
+    factor = torch.rand(tensor.shape, generator=generator, device=tensor.device) + 0.5
+    return torch.where(_whole_columns(tensor), flipped, tensor * -factor.to(tensor.dtype))
+
+
+def _whole_columns(tensor: torch.Tensor) -> torch.Tensor:
+    """Which columns may be a mask, or places to look something up: theirs are whole numbers."""
+    whole = ~tensor.isfinite() | (tensor == tensor.round())
+    return whole.flatten(0, -2).all(0) if tensor.dim() > 1 else whole

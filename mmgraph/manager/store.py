@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from mmgraph.errors import CaptureError
-from mmgraph.graphs import BufferArena, CapturedGraph, GraphBackend, StaticBuffers, clean_up
-from mmgraph.graphs.backend import ran_out_of_memory, without_frames
+from mmgraph.errors import CaptureError, ConfigError
+from mmgraph.graphs import (
+    BufferArena,
+    CapturedGraph,
+    GraphBackend,
+    HostAccess,
+    StaticBuffers,
+    capture_folded,
+    clean_up,
+)
+from mmgraph.graphs.backend import Runnable, ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
+from mmgraph.manager.caches import private_caches
 from mmgraph.manager.eager_times import EagerTimes
 from mmgraph.manager.limit import Limit
 from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
@@ -38,13 +48,19 @@ class Entry:
     """
 
     def __init__(
-        self, graph: CapturedGraph, buffers: StaticBuffers, layout: OutputLayout, seconds: float
+        self,
+        graph: CapturedGraph,
+        buffers: StaticBuffers,
+        layout: OutputLayout,
+        seconds: float,
+        kept: object = None,
     ) -> None:
         self.graph = graph
         self.buffers = buffers
         self.layout = layout
         self.seconds = seconds
         self.compile_seconds = 0.0
+        self._kept = kept  # what the graph reads and nobody else may hold
         self.replay_seconds: float | None = None
 
 
@@ -294,12 +310,26 @@ class GraphStore:
             recorded.append(layout)
             return tensors
 
-        with torch.inference_mode():
-            graph = self.backend.capture(run, buffers.views)
-        entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start)
+        with private_caches(self._model) as kept:
+            graph = self._recorded(run, buffers.views)
+        entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start, kept)
         if self._facts.probes is not None:
             self._check(entry, key, self._facts.probes(key))
         return entry
+
+    def _recorded(self, run: Runnable, views: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        """A graph of `run`; with tables that are made on the host folded, where there are some."""
+        model = self._model
+        try:
+            with torch.inference_mode():
+                return self.backend.capture(run, views)
+        except HostAccess as error:
+            plain = model.without_options() if isinstance(model, SupportsTrial) else nullcontext()
+            try:
+                with plain:
+                    return capture_folded(self.backend, run, views)
+            except ConfigError:  # the backend captures whole graphs only
+                raise error from None
 
     @torch.no_grad()
     def _check(self, entry: Entry, key: GraphKey, probes: Sequence[Mapping[str, Any]]) -> None:

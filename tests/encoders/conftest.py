@@ -17,6 +17,11 @@ def encoders() -> dict[str, TowerEncoder]:
     return {layout: make_encoder(layout) for layout in LAYOUTS}
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)

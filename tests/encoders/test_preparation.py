@@ -257,6 +257,56 @@ def test_a_compiler_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @torch.no_grad()
+def test_a_compiler_that_gives_up_on_a_later_size_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compiled(forward: Any, **_: Any) -> Any:
+        def run(x: torch.Tensor) -> Any:
+            if len(x) > 2:
+                raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile limit exceeded")
+            return forward(x)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    tower = Tower().eval()
+    preparation = Preparation(tower, "tower", compile_blocks=True)
+    for rows in (2, 3, 2):
+        x = torch.rand(rows, WIDTH)
+        torch.testing.assert_close(preparation.run(lambda x=x: tower(x)), tower(x))
+    assert preparation.no_compile is not None
+    assert "limit exceeded" in preparation.no_compile
+
+
+@torch.no_grad()
+def test_stages_of_many_widths_are_compiled_without_giving_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _compile_eagerly(monkeypatch)
+    torch._dynamo.reset()
+    stages = [nn.Sequential(Block(8 * n), Block(8 * n)) for n in range(1, 10)]
+    inputs = [torch.rand(3, 8 * n) for n in range(1, 10)]
+    tower = nn.Module()
+    for n, stage in enumerate(stages):
+        tower.add_module(f"stage{n}", stage)
+    with compiled_blocks(tower) as count:
+        outputs = [stage(x) for stage, x in zip(stages, inputs, strict=True)]
+    assert count == 18
+    for stage, x, output in zip(stages, inputs, outputs, strict=True):
+        torch.testing.assert_close(output, stage(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x).relu()
+        return out
+
+
+@torch.no_grad()
 def test_an_error_of_the_call_itself_is_no_fault_of_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

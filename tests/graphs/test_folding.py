@@ -16,7 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmgraph import CaptureError, ReplayError
-from mmgraph.graphs import BreakableGraph, GraphBackend, capture_exact, select_backend
+from mmgraph.graphs import (
+    BreakableGraph,
+    GraphBackend,
+    capture_exact,
+    capture_folded,
+    select_backend,
+)
 from mmgraph.graphs.operations import ReadsContents
 from mmgraph.graphs.trees import tensors_in
 
@@ -726,3 +732,41 @@ def test_threads_that_capture_the_same_module_leave_it_as_it_was(
     for i, x in enumerate(buffers):
         assert graphs[i].num_breaks == 1
         assert_follows(graphs[i], tower, x)
+
+
+UPLOADS: dict[str, Forward] = {
+    "positions": lambda x: x[:, torch.arange(8).flip(0)],
+    "a table": lambda x: x + torch.arange(8.0).to(x.device),
+    "numbers": lambda x: x * torch.tensor([2.0] * 8, device=x.device),
+    "a number for positions": lambda x: assigned(x, torch.arange(3, device=x.device), 1.0),
+    "a number for a mask": lambda x: assigned(x, x > 0, 1.0),
+    "a size that is read": lambda x: x[:, : int(torch.tensor([3, 5]).to(x.device).max())],
+}
+
+
+@pytest.mark.parametrize("forward", UPLOADS.values(), ids=UPLOADS)
+def test_a_graph_for_any_call_folds_what_no_call_changes(
+    backend: GraphBackend, forward: Forward, x: torch.Tensor
+) -> None:
+    graph = capture_folded(backend, lambda b: tensors_in(forward(b["x"])), {"x": x})
+    assert graph.num_breaks == 0
+    assert_follows(graph, forward, x)
+    graph.close()
+
+
+def test_a_graph_for_any_call_has_no_breaks(backend: GraphBackend, x: torch.Tensor) -> None:
+    reads = Reads()
+    with pytest.raises(ReadsContents):
+        capture_folded(backend, lambda b: tensors_in(reads(b["x"])), {"x": x})
+    assert_nothing_is_patched(reads)
+
+
+def assigned(x: torch.Tensor, index: torch.Tensor, value: float) -> torch.Tensor:
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+class Reads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.sum())

@@ -56,6 +56,11 @@ COPIES: dict[str, Operation] = {
     "copy_ to the host": lambda x, i: torch.ones(4).copy_(x),
     "copy_ to the device": lambda x, i: x.clone().copy_(torch.ones(4)),
 }
+POSITIONS: dict[str, Operation] = {
+    "index": lambda x, i: x[torch.tensor([0, 2])],
+    "assign": lambda x, i: assign(x, torch.tensor([0, 2]), x[:2]),
+    "assign a number": lambda x, i: assign(x, i, 1.0),
+}
 ALLOWED: dict[str, Operation] = {
     "arithmetic": lambda x, i: (x * 2 + 1).softmax(0),
     "index": lambda x, i: x[i],
@@ -103,8 +108,9 @@ def test_a_refusal_leaves_no_mode_behind() -> None:
         (HOST_READS, "it reads data on the host, at aten"),
         (MASKS, "the shape of a result depends on data, at aten"),
         (COPIES, "it copies between host and device, at aten"),
+        (POSITIONS, "it uploads positions or values from the host, at aten"),
     ],
-    ids=["host reads", "masks", "copies"],
+    ids=["host reads", "masks", "copies", "positions"],
 )
 def test_what_breaks_a_capture_is_refused(operations: dict[str, Operation], message: str) -> None:
     x, i = operands("cuda")

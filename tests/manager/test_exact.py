@@ -108,9 +108,9 @@ class WithoutMemory(ExactEngine):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-class KeepsPositive(nn.Module):
+class KeepsAgreeing(nn.Module):
     def forward(self, rows: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
-        return rows[patches[::2, 0] > 0]
+        return rows[patches[::2, 0] * patches[::2, 1] > 0]
 
 
 class DropsRows(ExactEngine):
@@ -118,7 +118,7 @@ class DropsRows(ExactEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keep = KeepsPositive()
+        self.keep = KeepsAgreeing()
 
     def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
         (output,) = super().embed_multimodal(**mm_kwargs)
@@ -512,7 +512,7 @@ def test_sizes_that_depend_on_contents_end_a_graph(
     assert counts(manager) == (2, {Reason.ABOVE_BUDGET: 1, Reason.DATA_DEPENDENT: 3})
     assert manager.stats().graphs == ()
     (warning,) = warnings_in(caplog)
-    assert "KeepsPositive.forward returned" in warning
+    assert "KeepsAgreeing.forward returned" in warning
 
 
 def test_a_tower_that_writes_to_its_inputs_does_so_once_a_call(manager_of: Make) -> None:
