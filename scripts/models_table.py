@@ -1,7 +1,7 @@
 """Render docs/models.md, the table of all encoders in the registry, from docs/models.json.
 
     python -m pytest tests/registry -m "not slow" --registry-results out/results.json
-    python -m scripts.models_table --merge out/results.json
+    python -m scripts.models_table --merge out/results*.json
 
 The first command runs the short form of every entry and writes what came out; the second takes that
 into docs/models.json, in a section for its platform, and renders the table. On a GPU the first is
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ DATA = Path("docs/models.json")
 TABLE = Path("docs/models.md")
 
 Section = Mapping[str, Any]
-"""Of one platform: "date", "device", "versions", and "entries" by name."""
+"""Of one platform: "date", "device", "versions", "registered" (how many), and "entries" by name."""
 
 _TRACE = "trace"
 _NOT_RUN = "not run yet"
@@ -50,8 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
     data = _read(DATA)
-    for file in options.merge:
-        data = merged(data, _read(file))
+    data = merged(data, map(_read, options.merge))
     if options.check:
         current = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
         up_to_date = current == render(data)
@@ -63,12 +62,27 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def merged(data: Mapping[str, Section], results: Mapping[str, Section]) -> dict[str, Section]:
-    """Take `results` into `data`; a run of all entries replaces its section, others add to it."""
+def merged(
+    data: Mapping[str, Section], runs: Iterable[Mapping[str, Section]]
+) -> dict[str, Section]:
+    """Take the results of one session, a file for each process of it, into `data`.
+
+    A session that ran all entries replaces its section, another one adds to it.
+    """
     out = dict(data)
-    for name, section in results.items():
-        kept = {} if section["complete"] else out.get(name, {}).get("entries", {})
+    for name, section in _joined(runs).items():
+        is_whole = len(section["entries"]) == section["registered"]
+        kept = {} if is_whole else out.get(name, {}).get("entries", {})
         out[name] = {**section, "entries": {**kept, **section["entries"]}}
+    return out
+
+
+def _joined(runs: Iterable[Mapping[str, Section]]) -> dict[str, Section]:
+    out: dict[str, Section] = {}
+    for run in runs:
+        for name, section in run.items():
+            entries = out.get(name, {}).get("entries", {})
+            out[name] = {**section, "entries": {**entries, **section["entries"]}}
     return out
 
 

@@ -199,13 +199,20 @@ def feature_net(name: str, device: str) -> Any:
     return timm.create_model(MODELS[name].name, **arguments).eval().to(device)
 
 
+def resized(model: Any, side: tuple[int, int], device: str) -> None:
+    """Change the input size on the CPU: resampling relative positions, timm mixes up devices."""
+    model.to("cpu")
+    model.set_input_size(img_size=side)
+    model.to(device)
+
+
 # timm's own resampling of relative positions.
 @pytest.mark.filterwarnings("ignore:.*(searchsorted|multidimensional indexing):UserWarning")
 def test_a_model_changes_while_it_is_attached(device: str) -> None:
     model = MODELS["swin"].build(device)
     changes: list[tuple[int, Callable[[], None]]] = [
         (56, lambda: None),
-        (84, lambda: model.set_input_size(img_size=(84, 84))),
+        (84, lambda: resized(model, (84, 84), device)),
         (84, lambda: model.reset_classifier(7)),
     ]
     with mmgraph.attach(model) as handle:

@@ -13,7 +13,7 @@ from torch import nn
 from tests.registry.entry import Entry
 from tests.registry.shrink import shrunk
 
-__all__ = ["Absent", "build", "config_of", "identity", "is_absent", "why_eager"]
+__all__ = ["Absent", "build", "config_of", "identity", "is_absent", "require", "why_eager"]
 
 _BLANK_BELOW, _BLANK_STD = 1e-3, 0.05
 
@@ -33,10 +33,23 @@ def is_absent(entry: Entry) -> bool:
     return bool(entry.since) and _is_older(entry, entry.since)
 
 
-def why_eager(entry: Entry) -> str:
+def require(entry: Entry) -> None:
+    """Do nothing where the installed library has the model and runs it.
+
+    Raises:
+        Absent: It doesn't.
+    """
+    if is_absent(entry):
+        version = importlib.import_module(entry.library).__version__
+        raise Absent(f"{entry.name} needs {entry.library} {entry.since}, this is {version}")
+
+
+def why_eager(entry: Entry, device: str) -> str:
     """Why no graph serves it with the installed library; empty if one does."""
     version, reason = entry.eager_before
-    return reason if _is_older(entry, version) else entry.eager
+    if _is_older(entry, version):
+        return reason
+    return entry.eager or (entry.eager_on_gpu if device == "cuda" else "")
 
 
 def _is_older(entry: Entry, version: str) -> bool:
@@ -56,14 +69,7 @@ def config_of(entry: Entry) -> Any:
 
 
 def build(entry: Entry, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The whole model on the CPU, in eval mode; global generators stay where they are.
-
-    Raises:
-        Absent: The installed library doesn't have it, or can't run it yet.
-    """
-    if is_absent(entry):
-        version = importlib.import_module(entry.library).__version__
-        raise Absent(f"{entry.model} needs {entry.library} {entry.since}, this is {version}")
+    """The whole model on the CPU, in eval mode; global generators stay where they are."""
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(zlib.crc32(identity(entry).encode()))
         model = _made(entry, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -17,7 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--registry-results",
         metavar="FILE",
         default=None,
-        help="write what came out of each entry of tests/registry, for scripts.models_table",
+        help="write what came out of each entry of tests/registry, for scripts.models_table; with "
+        "pytest-xdist each worker writes a file of its own beside this one",
     )
 
 
@@ -45,7 +47,8 @@ def subjects() -> Subjects:
 
 @pytest.fixture(scope="session")
 def recorder(request: pytest.FixtureRequest) -> Iterator[Recorder]:
-    recorder = Recorder(request.config.getoption("--registry-results", default=None))
+    path = request.config.getoption("--registry-results", default=None)
+    recorder = Recorder(path, os.environ.get("PYTEST_XDIST_WORKER"))
     yield recorder
     recorder.save()
 

@@ -25,7 +25,7 @@ __all__ = ["examine", "with_nan"]
 @torch.no_grad()
 def examine(subject: Subject, outcome: Outcome) -> None:
     """Fill `outcome`; whatever goes wrong is among its problems."""
-    eager = why_eager(subject.entry)
+    eager = why_eager(subject.entry, subject.device)
     if eager and not find_towers(subject.model):
         outcome.why = f"no tower is found: {eager}"
         return
@@ -46,6 +46,7 @@ def examine(subject: Subject, outcome: Outcome) -> None:
             outcome.why = eager or NOTES.get(name) or _why(warnings, stats)
     if _state(subject) != before:
         outcome.problems.append("detaching didn't leave the model as it was")
+    outcome.judge()
 
 
 def _check_call(subject: Subject, handle: Handle, outcome: Outcome, sizes: Sequence[Size]) -> None:

@@ -39,10 +39,17 @@ def documented() -> dict[str, Any]:
 
 
 class Recorder:
-    """Collects outcomes; written when the session ends, if that was asked for."""
+    """Collects outcomes; written when the session ends, if that was asked for.
 
-    def __init__(self, path: str | None) -> None:
-        self.path = path
+    Args:
+        path: The file to write.
+        worker: Of pytest-xdist; its name is put before the file's suffix.
+    """
+
+    def __init__(self, path: str | None, worker: str | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        if self.path is not None and worker:
+            self.path = self.path.with_suffix(f".{worker}{self.path.suffix}")
         self._outcomes: dict[str, dict[str, Outcome]] = {}
 
     def add(self, device: str, name: str, outcome: Outcome) -> None:
@@ -54,9 +61,8 @@ class Recorder:
         text = json.dumps(
             {section_name(d): _section(d, o) for d, o in self._outcomes.items()}, indent=1
         )
-        path = Path(self.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(text + "\n", encoding="utf-8")
 
 
 def _section(device: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
@@ -68,6 +74,6 @@ def _section(device: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": "CPU, float32" if device == "cpu" else torch.cuda.get_device_name(),
         "versions": ", ".join(f"{name} {m.__version__}" for name, m in libraries.items()),
-        "complete": len(outcomes) == len(ENTRIES),
+        "registered": len(ENTRIES),
         "entries": {name: outcome.to_dict() for name, outcome in outcomes.items()},
     }

@@ -13,7 +13,7 @@ from torch import nn
 
 from mmgraph import GraphConfig, Handle, attach
 from mmgraph.encoders import Tower, eager_towers, find_towers
-from tests.registry.build import build, identity
+from tests.registry.build import build, identity, require
 from tests.registry.entry import Call, Draw, Entry, Size
 
 __all__ = ["Subject", "Subjects"]
@@ -106,6 +106,8 @@ class Subjects:
         self._models = OrderedDict()
 
     def get(self, entry: Entry, device: str) -> Subject:
+        """The entry on a device; raises ``Absent`` where the installed library can't run it."""
+        require(entry)
         key = (identity(entry), device)
         if key not in self._models:
             self._models[key] = _built(entry, device)

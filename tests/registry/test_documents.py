@@ -45,9 +45,9 @@ def run(graph: str = "budgets", **more: Any) -> dict[str, Any]:
     return {"modality": "image", "inputs": "pixels", "class_name": "A", "graph": graph, **more}
 
 
-def section(complete: bool = True, **entries: dict[str, Any]) -> dict[str, Any]:
-    about = {"date": "2026-11-30", "device": "CPU", "versions": "torch 2", "complete": complete}
-    return {**about, "entries": entries}
+def section(registered: int = 2, **entries: dict[str, Any]) -> dict[str, Any]:
+    about = {"date": "2026-11-30", "device": "CPU", "versions": "torch 2"}
+    return {**about, "registered": registered, "entries": entries}
 
 
 def test_older_versions_are_named_where_they_differ() -> None:
@@ -80,11 +80,22 @@ def test_what_differs_is_shouted() -> None:
 
 def test_a_run_of_all_replaces_its_section_and_one_of_some_adds_to_it() -> None:
     data = {"trace/transformers-5.24": section(a=run(), b=run())}
-    some = {"trace/transformers-5.24": section(complete=False, b=run("exact"))}
-    every = {"trace/transformers-5.24": section(b=run("exact"))}
-    merged = models_table.merged(data, some)["trace/transformers-5.24"]["entries"]
+    some = {"trace/transformers-5.24": section(b=run("exact"))}
+    every = {"trace/transformers-5.24": section(registered=1, b=run("exact"))}
+    merged = models_table.merged(data, [some])["trace/transformers-5.24"]["entries"]
     assert (merged["a"]["graph"], merged["b"]["graph"]) == ("budgets", "exact")
-    assert list(models_table.merged(data, every)["trace/transformers-5.24"]["entries"]) == ["b"]
+    assert list(models_table.merged(data, [every])["trace/transformers-5.24"]["entries"]) == ["b"]
+
+
+def test_files_of_several_processes_are_one_run() -> None:
+    data = {"trace/transformers-5.24": section(a=run(), b=run(), gone=run())}
+    files = [
+        {"trace/transformers-5.24": section(a=run("exact"))},
+        {"trace/transformers-5.24": section(b=run())},
+    ]
+    entries = models_table.merged(data, files)["trace/transformers-5.24"]["entries"]
+    assert sorted(entries) == ["a", "b"]
+    assert entries["a"]["graph"] == "exact"
 
 
 def test_the_command_merges_renders_and_checks(

@@ -36,10 +36,14 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(
-    scope="module", params=[e for e in ENTRIES if not why_eager(e)], ids=lambda entry: entry.name
+    scope="module",
+    params=[entry for entry in ENTRIES if not why_eager(entry, "cpu")],
+    ids=lambda entry: entry.name,
 )
 def subject(request: pytest.FixtureRequest, device: str, subjects: Subjects) -> Subject:
     entry: Entry = request.param
+    if why_eager(entry, device):
+        pytest.skip(f"no graph serves it: {why_eager(entry, device)}")
     try:
         return subjects.get(entry, device)
     except Absent as absent:
@@ -70,7 +74,7 @@ def judged(subject: Subject, calls: Sequence[Sequence[Size]]) -> Outcome:
 
 def test_every_division_of_a_call_equals_eager(subject: Subject) -> None:
     with subject.attach() as handle:
-        assert not judged(subject, divisions(subject) * 2).problems
+        assert not judged(subject, divisions(subject) * 2).judge()
         assert handle.stats().hits > 0
 
 
@@ -78,7 +82,7 @@ def test_graphs_of_exact_calls_equal_eager(subject: Subject) -> None:
     config = dataclasses.replace(subject.config, mode="piecewise")
     several = subject.entry.inputs.mixed
     with attach(subject.model, config) as handle:
-        assert not judged(subject, [several, several[:1], several, several[:1], several]).problems
+        assert not judged(subject, [several, several[:1], several, several[:1], several]).judge()
         assert handle.stats().hits > 0, handle.report()
         assert all(graph.key.exact is not None for graph in handle.stats().graphs)
 
@@ -118,7 +122,7 @@ def test_attach_detach_attach(subject: Subject) -> None:
                 output = subject.run(call)
             outcome.blame("attached", output, subject.eager(call), subject.truth(call))
             assert handle.stats().hits > 0
-    assert not outcome.problems
+    assert not outcome.judge()
 
 
 def tower_call(subject: Subject, handle: Handle) -> tuple[Any, dict[str, Any]]:

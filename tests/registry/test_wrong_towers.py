@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -59,10 +60,10 @@ def built(kind: type[Tower], device: str) -> Tower:
     return kind(ViTConfig(image_size=4, patch_size=2)).eval().to(device)
 
 
-def calls(tower: Any, device: str) -> list[bool]:
+def calls(tower: Any, device: str, signs: Sequence[int] = (1, -1, 1, -1)) -> list[bool]:
     """For each of a few calls, whether it gives what eager mode does."""
     equal = []
-    for sign in (1, -1, 1, -1):
+    for sign in signs:
         pixels = contents(sign, device)
         output = tower(pixels)
         with eager_towers():
@@ -84,6 +85,19 @@ def test_a_graph_that_would_replay_wrong_never_serves(
     assert stats.misses == {Reason.CAPTURE_FAILED: 8}
     if device == "cpu":  # on CUDA what reads on the host is refused before it is captured
         assert "differs from eager mode" in caplog.text
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [Stale, Branching])
+@torch.no_grad()
+def test_no_graph_of_an_exact_call_takes_the_wrong_way(
+    kind: type[Tower], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Light images come until there is a graph, then dark ones."""
+    monkeypatch.setattr("mmgraph.graphs.cuda.CudaBackend.is_timed", False)
+    tower = built(kind, device)
+    with attach(tower, GraphConfig(mode="piecewise")):
+        assert all(calls(tower, device, signs=(1, 1, 1, -1, -1)))
 
 
 @pytest.mark.parametrize("kind", [Stale, Branching])

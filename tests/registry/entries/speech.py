@@ -7,6 +7,7 @@ from typing import Any
 from tests.registry.entries.shared import MUSE_SPARK
 from tests.registry.entry import Entry, Inputs
 from tests.registry.inputs.audio import clips, windows
+from tests.registry.shrink import LEFT_OUT
 
 __all__ = ["ENTRIES"]
 
@@ -55,7 +56,17 @@ ENTRIES = [
         },
     ),
     _speech("moonshine_streaming", _masked(4000, 3200), config={"num_key_value_heads": 4}),
-    _speech("pe_audio_encoder", windows(1, 8000, name=_SAMPLES, kind="samples")),
+    _speech(
+        "pe_audio_encoder",
+        windows(1, 4096, name=_SAMPLES, kind="samples"),
+        config={
+            "dac_config.encoder_hidden_size": 8,
+            "dac_config.downsampling_ratios": [8, 8, 8],
+            "dac_config.hidden_size": LEFT_OUT,  # these three follow from the two above
+            "dac_config.hop_length": LEFT_OUT,
+            "dac_config.upsampling_ratios": LEFT_OUT,
+        },
+    ),
     _speech(
         "omniasr",
         windows(1, 4000, name=_SAMPLES, kind="samples"),
