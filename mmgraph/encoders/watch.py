@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["TowerWatch"]
 
@@ -61,8 +62,10 @@ class TowerWatch:
     @property
     def is_hooked(self) -> bool:
         """Whether a module has a hook that a replay wouldn't call."""
-        if any(self._no_hooks) or sum(map(len, self._hooks)) != self._num_hooks:
-            self._sort_hooks()
+        # Each hook has a number, which a class of torch counts: no new number, no new hook. The
+        # tables themselves are hundreds, and seldom in a CPU's cache.
+        if self._hooked or self._last_hook != RemovableHandle.next_id:
+            self._read_hooks()
         return self._hooked or bool(
             torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
         )
@@ -93,7 +96,7 @@ class TowerWatch:
         self._tuned = [m for m in modules if all(hasattr(m, name) for name in _ADAPTERS)]
         inner = modules[1:]  # those of the tower itself are called around what stands in for it
         self._hook_tables = [t for m in inner for t in (m._forward_hooks, m._forward_pre_hooks)]
-        self._sort_hooks()
+        self._read_hooks()
 
     def _resized(self) -> bool:
         return list(map(len, self._lists)) != self._lengths
@@ -102,12 +105,10 @@ class TowerWatch:
         """State of PEFT's layers, which switch adapters by setting plain attributes."""
         return tuple(map(_adapter_state, self._tuned))
 
-    def _sort_hooks(self) -> None:
-        tables = self._hook_tables
-        self._hooks = [table for table in tables if table]
-        self._no_hooks = [table for table in tables if not table]
-        self._num_hooks = sum(map(len, self._hooks))
-        self._hooked = not all(map(_is_harmless, (h for t in self._hooks for h in t.values())))
+    def _read_hooks(self) -> None:
+        self._last_hook = RemovableHandle.next_id
+        hooks = (hook for table in self._hook_tables for hook in table.values())
+        self._hooked = not all(map(_is_harmless, hooks))
 
 
 class _Registrations:
