@@ -255,9 +255,9 @@ class PackedEncoder(TowerEncoder):
         """Equal images of `size` tokens that fill a graph whose segments are all of one length."""
         merge, count = self.metadata.merge_size, key.token_budget // size
         for height in range(merge, size // merge + 1, merge):
-            item = None if size % height else self._item((1, height, size // height))
-            if item is None:
+            if size % (height * merge):
                 continue
+            item = self._item((1, height, size // height))
             kinds = zip(key.uniform, item.num_segments, key.segment_capacity, strict=True)
             if item.max_seqlen == key.max_seqlen and all(
                 n * count == capacity if same else n * count <= capacity

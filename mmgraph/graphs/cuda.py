@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -159,9 +159,11 @@ class CudaBackend(GraphBackend):
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Be alone on the capture stream, in order with the caller's own, and have a pool."""
-        with self._lock, _one_at_a_time, torch.cuda.device(self._device), undisturbed():
-            if self._pool is None or self._pool.is_dead:
-                self._pool = _Pool(torch.cuda.graph_pool_handle())
+        with ExitStack() as stack:
+            for context in (self._lock, _one_at_a_time, torch.cuda.device(self._device)):
+                stack.enter_context(context)
+            self._have_pool()
+            stack.enter_context(undisturbed())
             if self._stream is None:
                 self._stream = _capture_streams.take(self._device)
             stream = self._stream
@@ -174,6 +176,14 @@ class CudaBackend(GraphBackend):
                 self._inside -= 1
                 torch.cuda.current_stream(self._device).wait_stream(stream)
                 self._give_stream_back_if_unused()
+
+    def _have_pool(self) -> None:
+        if self._pool is not None and self._pool.is_dead:
+            # torch keeps what it held until memory runs out; the next pool can't use that.
+            torch.cuda.empty_cache()
+            self._pool = None
+        if self._pool is None:
+            self._pool = _Pool(torch.cuda.graph_pool_handle())
 
     def begin(self, graph: torch.cuda.CUDAGraph) -> None:
         """Start recording into `graph`; on the capture stream only."""

@@ -34,6 +34,7 @@ HOST_READS = frozenset(
     }
 )
 _MASKS = (torch.bool, torch.uint8)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CONSTANT = _aten.lift_fresh.default
 COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
 INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default})
@@ -54,6 +55,11 @@ class CaptureGuard(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            with self:  # in this mode torch takes nothing apart before it gets here
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
         on_device = any(tensor.is_cuda for tensor in _tensors(args, kwargs))
         if on_device and func in HOST_READS and kwargs.get("output_size") is None:
             raise HostAccess(f"it reads data on the host, at {func}")

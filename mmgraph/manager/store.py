@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -265,6 +265,9 @@ class GraphStore:
             return None
         except CaptureError as caught:
             error = caught
+        except Exception as caught:  # whatever it is, eager mode may still do
+            error = CaptureError(f"{type(caught).__name__}: {caught}")
+            error.__cause__ = caught
         if not any(other.signature == key.signature for other in self.entries):
             self.arenas.pop(key.signature, None)  # buffers that no graph reads
         if ran_out_of_memory(error):
@@ -314,7 +317,7 @@ class GraphStore:
             graph = self._recorded(run, buffers.views)
         entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start, kept)
         if self._facts.probes is not None:
-            self._check(entry, key, self._facts.probes(key))
+            self._check(entry, key, self._facts.probes)
         return entry
 
     def _recorded(self, run: Runnable, views: Mapping[str, torch.Tensor]) -> CapturedGraph:
@@ -332,10 +335,15 @@ class GraphStore:
                 raise error from None
 
     @torch.no_grad()
-    def _check(self, entry: Entry, key: GraphKey, probes: Sequence[Mapping[str, Any]]) -> None:
-        """Raise unless a fresh graph answers `probes` as eager mode does."""
+    def _check(
+        self,
+        entry: Entry,
+        key: GraphKey,
+        probes: Callable[[GraphKey], Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """Raise unless a fresh graph answers its `probes` as eager mode does."""
         try:
-            for call in probes:
+            for call in probes(key):
                 eager = self.eager_tensors(self._model.embed_multimodal(**call))
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
@@ -352,7 +360,7 @@ class GraphStore:
             entry.graph.close()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
-            raise CaptureError(f"eager mode can't answer a probe: {error}") from error
+            raise CaptureError(f"a probe failed: {error}") from error
 
     def eager_tensors(self, output: Any) -> list[torch.Tensor]:
         """Flat tensors of what ``embed_multimodal`` returned, as a graph would give them."""

@@ -74,6 +74,15 @@ def test_other_calls_of_the_same_total_get_another_graph(
     assert serve(manager, case, [SQUARE]) in {uniform, key}
 
 
+@pytest.mark.parametrize("size", [(1, 6, 10), (1, 10, 14), (1, 2, 22), (1, 22, 2)])
+def test_sizes_with_few_divisors_are_served(
+    manager: EncoderCudaGraphManager, case: Case, size: Size
+) -> None:
+    """Images of as many patches in another shape may not exist: 15 is no height."""
+    for _ in range(4):
+        serve(manager, case, [size])
+
+
 def test_a_size_that_keeps_coming_gets_one(manager: EncoderCudaGraphManager, case: Case) -> None:
     odd = (1, 6, 12)  # 72 tokens, in a budget of 128
     first = serve(manager, case, [odd])

@@ -90,9 +90,10 @@ def operands(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_on_the_host_everything_passes(name: str) -> None:
     x, i = operands("cpu")
-    with CaptureGuard():
-        guarded = EVERYTHING[name](x, i)
-    torch.testing.assert_close(guarded, EVERYTHING[name](x, i))
+    for inference in (False, True):
+        with torch.inference_mode(inference), CaptureGuard():
+            guarded = EVERYTHING[name](x, i)
+        torch.testing.assert_close(guarded, EVERYTHING[name](x, i))
 
 
 def test_a_refusal_leaves_no_mode_behind() -> None:
@@ -116,9 +117,14 @@ def test_what_breaks_a_capture_is_refused(operations: dict[str, Operation], mess
     x, i = operands("cuda")
     for name, operation in operations.items():
         operation(x, i)  # it is no error elsewhere
-        with pytest.raises(CaptureError) as caught, CaptureGuard():
-            operation(x, i)
-        assert str(caught.value).startswith(message), name
+        for inference in (False, True):
+            with (
+                pytest.raises(CaptureError) as caught,
+                torch.inference_mode(inference),
+                CaptureGuard(),
+            ):
+                operation(x, i)
+            assert str(caught.value).startswith(message), name
 
 
 @pytest.mark.gpu
@@ -134,8 +140,9 @@ def test_a_constant_of_the_host_is_refused(value: object) -> None:
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_a_capture_can_hold_passes_and_is_captured(name: str) -> None:
     x, i = operands("cuda")
-    with CaptureGuard():
-        ALLOWED[name](x, i)
+    for inference in (False, True):
+        with torch.inference_mode(inference), CaptureGuard():
+            ALLOWED[name](x, i)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         ALLOWED[name](x, i)

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from mmgraph import CaptureError, EncoderCudaGraphManager, EncoderFacts, GraphConfig, GraphKey
+from mmgraph import (
+    CaptureError,
+    EncoderCudaGraphManager,
+    EncoderFacts,
+    GraphConfig,
+    GraphKey,
+    Reason,
+)
 from mmgraph.graphs.trace import TracedGraph
 from tests.graphs.injection import CALLS, Injected, assert_fails, state
 from tests.manager.engine import EngineEncoder, call_of, make_manager
@@ -123,3 +130,19 @@ def test_a_probe_that_fails_frees_the_graph(
     manager.clear()
     assert_answers(manager, "cpu", 8)
     assert manager.stats().hits == 1
+
+
+def test_an_error_of_our_own_in_a_capture_leaves_eager_mode() -> None:
+    def probes(key: GraphKey) -> list[dict[str, Any]]:
+        raise ValueError("no call is like this")
+
+    class Probed(EngineEncoder):
+        def encoder_facts(self) -> EncoderFacts:
+            return dataclasses.replace(super().encoder_facts(), probes=probes)
+
+    manager = make_manager(Probed().requires_grad_(False).eval())
+    for _ in range(2):
+        assert_answers(manager, "cpu", 8)
+    assert manager.stats().misses == {Reason.CAPTURE_FAILED: 2}
+    with pytest.raises(CaptureError, match="no call is like this"):
+        manager.capture()

@@ -42,6 +42,7 @@ def test_a_wrong_value_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     [([], True), ([1e3] * 9, True), ([1, 2, 3, 1e3, 1e3, 1e3, 1e3, 1e3, 1e3], True)],
 )
 def test_memory_may_grow_in_the_beginning_only(samples: list[float], flat: bool) -> None:
-    assert Report(memory_mib=samples).is_flat() is flat
+    assert Report(reserved_mib=samples).is_flat() is flat
     more: Any = [1e3 * (1 + i / 10) for i in range(12)]
-    assert not Report(memory_mib=more).is_flat()
+    assert not Report(reserved_mib=more).is_flat()
+    assert not Report(allocated_mib=more).is_flat()
