@@ -16,6 +16,7 @@ from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, ExactCall, Gra
 
 __all__ = [
     "SupportsChanges",
+    "SupportsDivision",
     "SupportsEncoderCudaGraph",
     "SupportsExactGraphs",
     "SupportsMultiModal",
@@ -82,6 +83,18 @@ class SupportsExactGraphs(SupportsEncoderCudaGraph, Protocol):
 
     def exact_forward(self, **mm_kwargs: Any) -> Any:
         """Return what ``embed_multimodal`` returns, computed in the way that suits a graph."""
+
+
+@runtime_checkable
+class SupportsDivision(Protocol):
+    """An encoder with items that are the same to it in parts: videos, where frames are apart."""
+
+    def divided(self, batch: EncoderBatch, max_tokens: int) -> EncoderBatch | None:
+        """`batch` with items of more than `max_tokens` in parts, each an item; or ``None``.
+
+        All parts of an item but the first have ``is_rest`` set. ``replay_inputs`` takes the result
+        in place of `batch`, with the call's own arguments.
+        """
 
 
 @runtime_checkable

@@ -82,12 +82,14 @@ class EncoderItemSpec:
             tower (full, windowed); empty where rows are independent.
         max_seqlen: Longest segment of each kind, in tokens.
         geometry: What else the encoder needs to know of the item, for example its grid (t, h, w).
+        is_rest: Whether it goes on with the item before it, which was divided; it isn't counted.
     """
 
     num_tokens: int
     num_segments: tuple[int, ...] = ()
     max_seqlen: tuple[int, ...] = ()
     geometry: tuple[int, ...] = ()
+    is_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,18 +27,19 @@ class TowerSignature:
     Args:
         forward: The function of the class, which says more than what may stand in its place on
             an instance; its first parameter, self, is left out.
+        main_input: The parameter with an entry for each row, if it isn't the first.
 
     Attributes:
         names: Parameters that may be given by position.
-        main_input: The first of them.
+        main_input: The one whose rows are counted.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], main_input: str = "") -> None:
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         kinds = inspect.Parameter
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         self.names = tuple(p.name for p in parameters if p.kind in positional)
-        self.main_input = self.names[0]
+        self.main_input = main_input or self.names[0]
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def is_default(self, name: str, value: Any) -> bool:

@@ -7,6 +7,9 @@ A tower is the outermost module whose forward takes pixels or audio features and
 * ``forward(hidden_states, masks)`` is one if its class says that it takes images, videos or audio
   and no text (``input_modalities``): Florence-2, Granite Speech, Phi-4-multimodal's audio,
 * a timm model is a rows tower with several entry points.
+
+What resamples a tower's output with layers of attention of its own (a Q-Former, a perceiver) is a
+rows tower too. The projectors of most models are one or two products, which no graph makes faster.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ _LATER_INPUTS = frozenset({"encoder_hidden_states", "position_embeddings", "labe
 _OUTER_INPUTS = frozenset({"labels", "image_embeddings"})
 """What a model around a tower takes: a loss is computed, or the tower's own output is given."""
 _MEDIA = frozenset({"image", "video", "audio"})
+_RESAMPLERS = {"QFormerModel": "query_embeds", "PerceiverResampler": "context"}
+"""How the names of their classes end, and what has one entry for each row of the tower's output."""
 _TIMM_METHODS = ("forward", "forward_features")
 
 
@@ -41,6 +46,7 @@ class Tower:
         layout: "packed" or "rows".
         modalities: Of "image", "video", "audio".
         methods: Methods of the module through which it is called; all take the same first argument.
+        main_input: Name of the argument with an entry for each row, if it isn't the first.
     """
 
     name: str
@@ -48,6 +54,7 @@ class Tower:
     layout: Literal["rows", "packed"]
     modalities: tuple[str, ...]
     methods: tuple[str, ...] = ("forward",)
+    main_input: str = ""
 
 
 def find_towers(model: nn.Module) -> list[Tower]:
@@ -61,7 +68,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
         tower = _as_tower(name, module, model)
         if tower is not None:
             towers.append(tower)
-    return towers
+    return towers + _resamplers(model, towers)
 
 
 def _as_tower(name: str, module: nn.Module, model: nn.Module) -> Tower | None:
@@ -84,6 +91,20 @@ def _as_tower(name: str, module: nn.Module, model: nn.Module) -> Tower | None:
         modalities = ("audio",) if audio else _vision_modalities(module, model)
         return Tower(name, module, "rows", modalities)
     return None
+
+
+def _resamplers(model: nn.Module, towers: list[Tower]) -> list[Tower]:
+    """What stands behind the towers, and takes what they return."""
+    found = []
+    for name, module in model.named_modules() if towers else ():
+        kind = next((k for k in _RESAMPLERS if type(module).__name__.endswith(k)), None)
+        if kind is None or any(t.name == "" or name.startswith(f"{t.name}.") for t in towers):
+            continue
+        main_input = _RESAMPLERS[kind]
+        parameters = inspect.signature(type(module).forward).parameters
+        if hasattr(module, "config") and main_input in parameters:
+            found.append(Tower(name, module, "rows", towers[0].modalities, main_input=main_input))
+    return found
 
 
 def _takes_media_only(module: nn.Module) -> bool:

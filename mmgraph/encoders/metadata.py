@@ -87,6 +87,7 @@ class PackedMetadata:
         self.arrays = lru_cache(maxsize=_CACHED_GRIDS)(self._arrays)
         self.item = lru_cache(maxsize=4096)(self._item)
         self._layout = lru_cache(maxsize=256)(self._fields)
+        self._is_by_frame = lru_cache(maxsize=4096)(self._compare_with_frames)
 
     def num_bytes(self, key: GraphKey) -> int:
         """Size of the block of `key` in bytes."""
@@ -141,6 +142,36 @@ class PackedMetadata:
             longest.append(self._window_area())
         t, h, w = grid
         return EncoderItemSpec(t * h * w, tuple(counts), tuple(longest), grid)
+
+    def parts(self, grid: Grid, max_tokens: int) -> list[Grid] | None:
+        """Videos of at most `max_tokens` that in a row are the same to the tower as one of `grid`.
+
+        ``None`` if there are none: a frame is larger, or frames aren't independent.
+        """
+        t, h, w = grid
+        frames = max_tokens // (h * w)
+        if not 1 <= frames < t or not self._is_by_frame(grid):
+            return None
+        full: list[Grid] = [(frames, h, w)] * (t // frames)
+        return [*full, (t % frames, h, w)] if t % frames else full
+
+    def _compare_with_frames(self, grid: Grid) -> bool:
+        """Whether the metadata of a video is that of its frames as images, one after another."""
+        t, h, w = grid
+        whole, frame = self.arrays(grid), self.arrays((1, h, w))
+        groups = h * w // self.merge_size**2
+        columns = [
+            (whole.position_ids, frame.position_ids, 0),
+            (whole.window_index, frame.window_index, groups),
+            (whole.window_seqlens, frame.window_seqlens, 0),
+            (whole.interp_indices, frame.interp_indices, 0),
+            (whole.interp_weights, frame.interp_weights, 0),
+        ]
+        return whole.seqlens == frame.seqlens * t and all(
+            np.array_equal(a, np.concatenate([b + i * step for i in range(t)]))
+            for a, b, step in columns
+            if a is not None and b is not None
+        )
 
     def _window_area(self) -> int:
         side = int(self._window_size) // self.merge_size // int(self._patch_size)

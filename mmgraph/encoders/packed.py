@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,6 +94,20 @@ class PackedEncoder(TowerEncoder):
         side = 4 * self.metadata.merge_size
         patches = self._random(side * side, *shape)
         return {self.signature.main_input: patches, _GRID: torch.tensor([[1, side, side]])}
+
+    def divided(self, batch: EncoderBatch, max_tokens: int) -> EncoderBatch | None:
+        """Videos of more than `max_tokens` as shorter ones, where frames are independent."""
+        items: list[EncoderItemSpec] = []
+        for item in batch.items:
+            if item.num_tokens <= max_tokens:
+                items.append(item)
+                continue
+            parts = self.metadata.parts(item.geometry, max_tokens)
+            if parts is None:
+                return None
+            first, *rest = map(self._item, parts)
+            items += [first, *(replace(part, is_rest=True) for part in rest)]
+        return EncoderBatch(tuple(items), batch.signature)
 
     def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
         main, grids = mm_kwargs[self.signature.main_input], read_grids_on_host(mm_kwargs[_GRID])

@@ -72,7 +72,7 @@ class TowerEncoder(ABC):
         self.preparation = preparation or Preparation(tower.module, tower.name)
         self.method = method
         self._original: Callable[..., Any] = getattr(tower.module, method)
-        self.signature = TowerSignature(getattr(type(tower.module), method))
+        self.signature = TowerSignature(getattr(type(tower.module), method), tower.main_input)
         self._config = getattr(tower.module, "config", None)
         self._example_signature: CallSignature | None = None
         self._batches: dict[Hashable, EncoderBatch] = {}

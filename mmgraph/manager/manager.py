@@ -34,6 +34,7 @@ from mmgraph.manager.ranges import Ranges
 from mmgraph.manager.store import Entry, GraphStore
 from mmgraph.manager.upfront import UpFront, estimate
 from mmgraph.protocol import (
+    SupportsDivision,
     SupportsEncoderCudaGraph,
     supports_encoder_cudagraph,
 )
@@ -325,10 +326,10 @@ class EncoderCudaGraphManager:
                 reason = distrust
             return self._beyond_budgets(mm_kwargs, reason, num_items), refusal.batch, None
         with self._lock:
-            plan = self._plans.plan(batch)
+            parts, plan = self._planned(batch)
             if plan.replays:
                 self._changes.replayed()
-                layout, tensors = self._run_plan(mm_kwargs, batch, plan)
+                layout, tensors = self._run_plan(mm_kwargs, parts, plan)
                 return self._audited(mm_kwargs, layout.build(tensors)), batch, layout
         if len(plan.eager) == 1:
             part = plan.eager[0]
@@ -336,6 +337,17 @@ class EncoderCudaGraphManager:
         for part in plan.eager:
             self._stats.missed(part.reason, len(part.items))
         return self.model.embed_multimodal(**mm_kwargs), batch, None
+
+    def _planned(self, batch: EncoderBatch) -> tuple[EncoderBatch, Plan]:
+        """A plan, and what it is for: where graphs serve an item in parts, its parts."""
+        plan, model = self._plans.plan(batch), self.model
+        too_large = any(part.reason is Reason.ABOVE_BUDGET for part in plan.eager)
+        if too_large and isinstance(model, SupportsDivision):
+            parts = model.divided(batch, self.budgets[-1])
+            divided = None if parts is None else self._plans.plan(parts)
+            if parts is not None and divided is not None and not divided.eager:
+                return parts, divided
+        return batch, plan
 
     def _beyond_budgets(self, mm_kwargs: Mapping[str, Any], reason: Reason, num_items: int) -> Any:
         """Serve a call from a graph of its own, or in eager mode."""
@@ -406,8 +418,9 @@ class EncoderCudaGraphManager:
             pieces = self.model.replay_inputs(mm_kwargs, batch, replay.items, replay.key)
             entry.buffers.load(pieces)
             tensors = entry.graph.replay()
-        num_tokens = sum(batch.items[i].num_tokens for i in replay.items)
-        self._stats.replayed(replay.key, len(replay.items), num_tokens)
+        items = [batch.items[i] for i in replay.items]
+        num_items = sum(not item.is_rest for item in items)
+        self._stats.replayed(replay.key, num_items, sum(item.num_tokens for item in items))
         return tensors
 
     def _reclaim(self) -> None:

@@ -72,9 +72,10 @@ def test_towers_with_inputs_of_other_names_are_found(
     model_type: str, name: str, class_name: str, modalities: tuple[str, ...]
 ) -> None:
     model = _of_type(model_type)
-    (tower,) = find_towers(model)
+    tower, *resamplers = find_towers(model)
     assert (tower.name, type(tower.module).__name__) == (name, class_name)
     assert (tower.layout, tower.modalities) == ("rows", modalities)
+    assert all(resampler.main_input for resampler in resamplers)
 
 
 def test_the_vision_tower_of_pix2struct_takes_flattened_patches() -> None:
@@ -179,3 +180,25 @@ def test_two_towers_are_found_outermost_first() -> None:
         ("b.model.encoder", ("audio",)),
     ]
     assert towers[1].module is audio.model.encoder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path", "main_input"),
+    [
+        ("blip-2", "qformer", "query_embeds"),
+        ("instructblip", "qformer", "query_embeds"),
+        ("idefics2", "connector.perceiver_resampler", "context"),
+    ],
+)
+def test_what_resamples_a_towers_output_is_a_tower_of_rows(
+    model_type: str, path: str, main_input: str
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type]())
+    vision, resampler = find_towers(model)
+    assert "vision" in vision.name
+    assert resampler.name.endswith(path)
+    assert (resampler.layout, resampler.main_input) == ("rows", main_input)
+    assert resampler.modalities == vision.modalities

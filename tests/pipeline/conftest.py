@@ -16,6 +16,15 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
+def the_compiler_is_for_quick_cases(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes ten seconds a model, and the others are there for their towers."""
+    if request.node.get_closest_marker("slow"):
+        monkeypatch.setattr("mmgraph.encoders.preparation.find_blocks", lambda module: [])
+
+
+@pytest.fixture(autouse=True)
 def exact_float32() -> Iterator[None]:
     """No TF32: neither in convolutions, where it is the default, nor in products."""
     settings = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)

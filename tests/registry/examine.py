@@ -38,7 +38,7 @@ def examine(subject: Subject, outcome: Outcome) -> None:
         for sizes in (several, several, several[:1], several):
             _check_call(subject, handle, outcome, sizes)
         _check_nan(subject, outcome, several)
-        stats = handle.stats()
+        stats = subject.stats(handle)
         outcome.hit_rate = stats.hits / max(1, stats.items)
         outcome.breaks = _breaks(handle)
         if outcome.graph != "budgets":
@@ -52,9 +52,9 @@ def examine(subject: Subject, outcome: Outcome) -> None:
 def _check_call(subject: Subject, handle: Handle, outcome: Outcome, sizes: Sequence[Size]) -> None:
     call = subject.call(sizes)
     eager, truth = subject.eager(call), subject.truth(call)
-    before = handle.stats()
+    before = subject.stats(handle)
     output = subject.run(call)
-    outcome.served(before, handle.stats())
+    outcome.served(before, subject.stats(handle))
     outcome.blame(f"{len(sizes)} items by {outcome.graph}", output, eager, truth)
 
 

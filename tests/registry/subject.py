@@ -13,6 +13,7 @@ from torch import nn
 
 from mmgraph import GraphConfig, Handle, attach
 from mmgraph.encoders import Tower, eager_towers, find_towers
+from mmgraph.stats import EncoderStats
 from tests.registry.build import build, identity, require
 from tests.registry.entry import Call, Draw, Entry, Size
 
@@ -52,11 +53,17 @@ class Subject:
 
     def tower(self) -> Tower:
         """The one that the entry is about, as it is found from the whole model."""
-        found = find_towers(self.model)
+        found = [tower for tower in find_towers(self.model) if not tower.main_input]
         mine = list(filter(self.is_about, found))
         assert len(mine) == 1, f"found {[t.name for t in found]}, registered {self.entry.tower!r}"
         assert self.entry.modality in mine[0].modalities, mine[0].modalities
         return mine[0]
+
+    def stats(self, handle: Handle) -> EncoderStats:
+        """Counters of all towers, but not of what resamples their output."""
+        resamplers = {tower.name for tower in find_towers(self.model) if tower.main_input}
+        counted = handle.stats_by_tower().items()
+        return EncoderStats.of_all(stats for name, stats in counted if name not in resamplers)
 
     def is_about(self, tower: Tower) -> bool:
         path = self.entry.tower
