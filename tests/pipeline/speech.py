@@ -53,6 +53,7 @@ SPEECH = (
             "projector_config.encoder_hidden_size": 64,
         },
         media={"clips": sound(1, 200, 160, tokens=(42,))},
+        exact=("clips",),  # its Q-Former asks one set of queries about all windows
     ),
     Architecture(
         type="qwen3_asr",
