@@ -88,7 +88,7 @@ def _joined(runs: Iterable[Mapping[str, Section]]) -> dict[str, Section]:
 
 def render(data: Mapping[str, Section]) -> str:
     """Return the whole page."""
-    sections = dict(sorted(data.items(), key=lambda item: _version(item[0])))
+    sections = dict(sorted(data.items(), key=lambda item: (_version(item[0]), item[0])))
     names = sorted({name for section in sections.values() for name in section["entries"]})
     notes: list[str] = []
     rows = [_row(name, sections, notes) for name in names]

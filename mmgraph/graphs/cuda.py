@@ -207,9 +207,10 @@ class CudaBackend(GraphBackend):
         self, run: Runnable, buffers: Mapping[str, torch.Tensor]
     ) -> CapturedGraph:
         try:
-            run(buffers)
-            with as_if_capturing.applied(), CaptureGuard():
+            with as_if_capturing.applied():
                 run(buffers)
+                with CaptureGuard():
+                    run(buffers)
             self.synchronize()
         except CaptureError:
             raise

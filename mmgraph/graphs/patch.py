@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,5 +63,16 @@ class ThreadPatch:
         return patched
 
 
-as_if_capturing = ThreadPatch(torch.cuda, "is_current_stream_capturing", lambda: True)
-"""transformers takes other ways through its code while a stream captures."""
+def _unless_it_is_asked_by_us() -> bool:
+    """What ``torch.cuda.is_current_stream_capturing`` says to models within the block."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # behind the patch
+    return not caller.startswith(_OURS) or torch.cuda.graphs.is_current_stream_capturing()
+
+
+_OURS = ("torch.", "mmgraph.")
+"""Who has to know: the compiler refuses to compile while a stream really captures."""
+
+as_if_capturing = ThreadPatch(torch.cuda, "is_current_stream_capturing", _unless_it_is_asked_by_us)
+"""transformers takes other ways through its code while a stream captures, so that masks and shapes
+are other ones. A warm-up has to go the same way: what it doesn't compile, tune and allocate is
+compiled, tuned and allocated in the capture otherwise, which ends it."""

@@ -18,7 +18,7 @@ from mmgraph.encoders.blocks import find_blocks
 from mmgraph.encoders.placement import main_dtype
 from mmgraph.errors import UnsupportedModelError
 from mmgraph.graphs import flatten
-from mmgraph.graphs.patch import ThreadPatch
+from mmgraph.graphs.patch import as_if_capturing
 from mmgraph.manager import EncoderCudaGraphManager
 from mmgraph.types import GraphKey, Refusal
 
@@ -28,7 +28,6 @@ Capture = Literal["budgets", "exact", "eager"]
 _SIZES = ("sizes", "shapes", "lens", "lengths", "coord", "position_ids")
 """Words in names of arguments whose values decide shapes inside a tower."""
 _GRID = "grid_thw"
-_as_if_capturing = ThreadPatch(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ def _dry_run(encoder: TowerEncoder, key: GraphKey) -> tuple[str | None, str | No
         for name, spec in specs.items()
     }
     try:
-        with _as_if_capturing.applied():  # transformers looks into masks otherwise
+        with as_if_capturing.applied():  # transformers looks into masks otherwise
             tensors, _ = flatten(encoder.encoder_forward(buffers, key))
     except Exception as error:  # whatever the tower says to a budget
         if "meta tensor" in str(error):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda.graphs import is_current_stream_capturing
 
 from mmgraph import CaptureError, eager_break
 from mmgraph.graphs import CapturedGraph, GraphBackend
@@ -27,7 +28,7 @@ def test_hooks_are_called_in_order_at_the_end_of_each_recording_only(
     steps, seen = Steps(), list[tuple[str, int, int, bool]]()
 
     def hook(name: str) -> None:
-        capturing = device == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = device == "cuda" and is_current_stream_capturing()
         seen.append((name, steps.calls, steps.place, capturing))
 
     backend.before_capture_ends += [partial(hook, "first"), partial(hook, "second")]

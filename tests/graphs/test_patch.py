@@ -22,7 +22,7 @@ from mmgraph.graphs import (
 )
 from mmgraph.graphs.gc_freeze import undisturbed
 from mmgraph.graphs.modes import BatchDescriptor, forward_context
-from mmgraph.graphs.patch import ThreadPatch
+from mmgraph.graphs.patch import ThreadPatch, as_if_capturing
 from mmgraph.graphs.weak import weak_view
 
 Function = Callable[..., Any]
@@ -259,3 +259,26 @@ def test_a_weak_view_keeps_no_memory() -> None:
     assert torch.cuda.memory_allocated() == before
     del view
     assert torch.cuda.memory_allocated() == before
+
+
+def test_models_are_told_that_a_stream_captures_and_the_compiler_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (torch.cuda, torch.cuda.graphs):
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
+
+    def asked_by(name: str) -> Any:
+        scope: dict[str, Any] = {"__name__": name, "torch": torch}
+        exec("answer = torch.cuda.is_current_stream_capturing()", scope)
+        return scope["answer"]
+
+    askers = (
+        "transformers.utils.import_utils",
+        "model",
+        "torch._dynamo.convert_frame",
+        "mmgraph.ops",
+    )
+    assert [asked_by(name) for name in askers] == [False] * 4
+    with as_if_capturing.applied():
+        assert [asked_by(name) for name in askers] == [True, True, False, False]
+    assert [asked_by(name) for name in askers] == [False] * 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda.graphs import is_current_stream_capturing
 
 from mmgraph import EncoderCudaGraphManager, GraphConfig, GraphKey, Reason
 from mmgraph.graphs import StaticBuffers
@@ -152,7 +153,7 @@ class FailsInCapture(EngineEncoder):
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> torch.Tensor:
         output = super().encoder_forward(buffers, key)
-        if torch.cuda.is_current_stream_capturing() and key.token_budget == 16:
+        if is_current_stream_capturing() and key.token_budget == 16:
             output.sum().item()
         return output
 
