@@ -1,12 +1,6 @@
 """`EncoderCudaGraphManager`: captures an encoder for several budgets and serves calls from them.
 
-The way of a call::
-
-    item_specs -> plan -> for each replay: load buffers, replay -> collect in the order of the call
-                       `-> for the rest: embed_multimodal, with a counted reason
-
-The rule: what a replay returns lives in the shared pool until the next replay, so it is copied
-out before the lock is given up. Outputs belong to the caller.
+It puts the parts together and captures, measures and frees; the way of a call is in ``serve.py``.
 """
 
 from __future__ import annotations
@@ -19,34 +13,25 @@ from typing import Any
 import torch
 
 from mmgraph.config import GraphConfig
-from mmgraph.env import debug_enabled
 from mmgraph.errors import CaptureError, UnsupportedModelError
 from mmgraph.graphs import GraphBackend, select_backend
 from mmgraph.manager.audit import Audit
 from mmgraph.manager.budgets import budgets_of, checked_budgets
+from mmgraph.manager.capture import Entry
 from mmgraph.manager.changes import Changes
-from mmgraph.manager.exact import copied, exact_graphs
-from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
-from mmgraph.manager.plan import Plan, Planner, Replay
+from mmgraph.manager.exact import exact_graphs
+from mmgraph.manager.outputs import flatten_outputs, record_layout
+from mmgraph.manager.plan import Planner
 from mmgraph.manager.plans import Plans
 from mmgraph.manager.prices import PER_REPLAY, in_eager
-from mmgraph.manager.ranges import Ranges
-from mmgraph.manager.store import Entry, GraphStore
+from mmgraph.manager.serve import Server
+from mmgraph.manager.store import GraphStore
 from mmgraph.manager.upfront import UpFront, estimate
-from mmgraph.protocol import (
-    SupportsDivision,
-    SupportsEncoderCudaGraph,
-    supports_encoder_cudagraph,
-)
+from mmgraph.protocol import SupportsEncoderCudaGraph, supports_encoder_cudagraph
 from mmgraph.stats import EncoderStats, GraphRecord, StatsRecorder
-from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
+from mmgraph.types import EncoderFacts, GraphKey, Reason, Refusal
 
 __all__ = ["EncoderCudaGraphManager"]
-
-_BEYOND_BUDGETS = frozenset(
-    {Reason.UNSUPPORTED_CALL, Reason.ABOVE_BUDGET, Reason.CAPTURE_FAILED, Reason.PIECEWISE}
-)
-"""Reasons for eager mode that a graph of the exact call can do without."""
 
 
 class EncoderCudaGraphManager:
@@ -101,13 +86,23 @@ class EncoderCudaGraphManager:
         self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats.forget)
         self._plans = Plans(config, self._planner, self._store, self._captured)
         self._audit = Audit(config.verify_every, self.facts.name)
-        self._debug = debug_enabled()
-        self._range = Ranges(self.facts.name)
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
         self._serving = self._plans.lazy
         recapture = self._plans.lazy and config.on_change == "recapture"
         self._changes = Changes(model, self.facts.name, recapture=recapture, free=self._free)
+        self._server = Server(
+            model,
+            self.facts,
+            config,
+            store=self._store,
+            plans=self._plans,
+            exact=self._exact,
+            changes=self._changes,
+            audit=self._audit,
+            stats=self._stats,
+            lock=self._lock,
+        )
 
     def is_captured(self) -> bool:
         """Whether ``execute`` may replay: something is captured, or may be on first use."""
@@ -174,7 +169,7 @@ class EncoderCudaGraphManager:
             raise UnsupportedModelError(f"{self.facts.name} has no graphs of exact calls")
         try:
             with self._lock, torch.no_grad():
-                self._refuse_mode(mm_kwargs)
+                self._server.refuse_mode(mm_kwargs)
                 self._exact.capture(mm_kwargs, self.config.max_graphs - len(self._store.entries))
                 self._serving = True
         except Refusal as refusal:
@@ -226,7 +221,7 @@ class EncoderCudaGraphManager:
         Returns:
             The encoder's first output by item, in the order of the call.
         """
-        output, batch, layout = self._serve(mm_kwargs)
+        output, batch, layout = self._server.serve(mm_kwargs)
         if layout is None and self.facts.eager_returns == "items":
             return list(output)
         first = flatten_outputs(output)[0]
@@ -234,22 +229,12 @@ class EncoderCudaGraphManager:
             return [first]
         if layout is None:
             num_tokens = sum(item.num_tokens for item in batch.items)
-            layout, _ = self._store.record(output, num_tokens)
+            layout, _ = record_layout(output, num_tokens, self.facts)
         return layout.split(first, batch)
 
     def run(self, mm_kwargs: Mapping[str, Any]) -> Any:
         """Like :meth:`execute`, but return what the encoder itself would return for the call."""
-        return self._serve(mm_kwargs)[0]
-
-    def _audited(self, mm_kwargs: Mapping[str, Any], output: Any) -> Any:
-        """Return `output`, which graphs gave; one in some is compared with eager mode."""
-        if self._audit.is_due():
-            try:
-                eager = self._store.eager_tensors(self.model.embed_multimodal(**copied(mm_kwargs)))
-                self._audit.compare(flatten_outputs(output), eager)
-            except torch.OutOfMemoryError as error:  # the answer is there, only the check isn't
-                self._audit.skipped(error)
-        return output
+        return self._server.serve(mm_kwargs)[0]
 
     def clear(self) -> None:
         """Free every graph and buffer; lazily captured ones come back on use."""
@@ -307,121 +292,6 @@ class EncoderCudaGraphManager:
         """Count a call that somebody else ran in eager mode."""
         self._stats.called()
         self._stats.missed(reason, num_items)
-
-    def _serve(
-        self, mm_kwargs: Mapping[str, Any]
-    ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
-        self._stats.called()
-        distrust = self._distrust()
-        try:
-            batch = self.model.item_specs(mm_kwargs)
-            self._stats.seen(tuple([item.num_tokens for item in batch.items]))
-            if self.backend.busy():
-                raise Refusal(Reason.COMPILING, batch)
-            if distrust is not None or self.config.mode == "piecewise":
-                raise Refusal(distrust or Reason.PIECEWISE, batch)
-        except Refusal as refusal:
-            reason, num_items = refusal.reason, refusal.num_items
-            if distrust is not None and reason in _BEYOND_BUDGETS:
-                reason = distrust
-            return self._beyond_budgets(mm_kwargs, reason, num_items), refusal.batch, None
-        with self._lock:
-            parts, plan = self._planned(batch)
-            if plan.replays:
-                self._changes.replayed()
-                layout, tensors = self._run_plan(mm_kwargs, parts, plan)
-                return self._audited(mm_kwargs, layout.build(tensors)), batch, layout
-        if len(plan.eager) == 1:
-            part = plan.eager[0]
-            return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), batch, None
-        for part in plan.eager:
-            self._stats.missed(part.reason, len(part.items))
-        return self.model.embed_multimodal(**mm_kwargs), batch, None
-
-    def _planned(self, batch: EncoderBatch) -> tuple[EncoderBatch, Plan]:
-        """A plan, and what it is for: where graphs serve an item in parts, its parts."""
-        plan, model = self._plans.plan(batch), self.model
-        too_large = any(part.reason is Reason.ABOVE_BUDGET for part in plan.eager)
-        if too_large and isinstance(model, SupportsDivision):
-            parts = model.divided(batch, self.budgets[-1])
-            divided = None if parts is None else self._plans.plan(parts)
-            if parts is not None and divided is not None and not divided.eager:
-                return parts, divided
-        return batch, plan
-
-    def _beyond_budgets(self, mm_kwargs: Mapping[str, Any], reason: Reason, num_items: int) -> Any:
-        """Serve a call from a graph of its own, or in eager mode."""
-        if self._exact is not None and reason in _BEYOND_BUDGETS and not self.backend.busy():
-            try:
-                with self._lock:
-                    output, key = self._exact.serve(mm_kwargs, reason, self._room())
-            except Refusal as refusal:
-                reason = refusal.reason
-            else:
-                self._changes.replayed(fresh=self._stats.replays(key) == 0)
-                self._stats.replayed(key, num_items, key.token_budget)
-                if self._store.is_over:
-                    self._exact.refuse(key)
-                return self._audited(mm_kwargs, output)
-        self._stats.missed(reason, num_items)
-        with self._range("eager", reason.name):
-            return self.model.embed_multimodal(**mm_kwargs)
-
-    def _refuse_mode(self, mm_kwargs: Mapping[str, Any]) -> None:
-        """Raise ``Refusal`` where not even a graph of its own could serve the call now."""
-        try:
-            self.model.item_specs(mm_kwargs)
-        except Refusal as refusal:
-            if refusal.reason not in _BEYOND_BUDGETS:
-                raise
-        if self.backend.busy():
-            raise Refusal(Reason.COMPILING)
-
-    def _distrust(self) -> Reason | None:
-        """Why no graph may serve now; frees those that are no longer right."""
-        if self.backend.busy():
-            return None
-        with self._lock:
-            if self._audit.failed():
-                return Reason.DIFFERED
-            return Reason.CHANGED if self._changes.noticed() else None
-
-    def _room(self) -> int:
-        """How many graphs of exact calls there may be."""
-        return self.config.max_graphs - len(self._store.entries) if self._plans.lazy else 0
-
-    @torch.no_grad()
-    def _run_plan(
-        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, plan: Plan
-    ) -> tuple[OutputLayout, list[torch.Tensor]]:
-        layout = self._store.entries[plan.replays[0].key].layout
-        collector = Collector(layout, batch)
-        for part in plan.eager:
-            call = self.model.select_items(mm_kwargs, part.items)
-            output = self._beyond_budgets(call, part.reason, len(part.items))
-            collector.add(part.items, self._store.eager_tensors(output))
-        with self.backend.ordered():
-            for replay in plan.replays:
-                tensors = self._replay(mm_kwargs, batch, replay)
-                collector.add(replay.items, tensors)
-                if self._debug:
-                    collector.check_owned(tensors)
-        return layout, collector.results
-
-    def _replay(
-        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, replay: Replay
-    ) -> list[torch.Tensor]:
-        entry = self._store.entries[replay.key]
-        if self._debug:
-            entry.buffers.check_addresses()
-        with self._range("replay", replay.key):
-            pieces = self.model.replay_inputs(mm_kwargs, batch, replay.items, replay.key)
-            entry.buffers.load(pieces)
-            tensors = entry.graph.replay()
-        items = [batch.items[i] for i in replay.items]
-        num_items = sum(not item.is_rest for item in items)
-        self._stats.replayed(replay.key, num_items, sum(item.num_tokens for item in items))
-        return tensors
 
     def _reclaim(self) -> None:
         """Let graphs of exact calls give way while too much memory is taken."""

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from mmgraph.errors import CaptureError, ReplayError
 from mmgraph.graphs.trees import fields_of, reordered
-from mmgraph.types import EncoderBatch
+from mmgraph.types import EncoderBatch, EncoderFacts
 
-__all__ = ["Collector", "OutputLayout", "flatten_outputs"]
+__all__ = ["Collector", "OutputLayout", "eager_tensors", "flatten_outputs", "record_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,27 @@ class Collector:
         shape = list(example.shape)
         shape[leaf.dim] = self._starts[-1] // leaf.divisor
         return torch.empty(shape, dtype=example.dtype, device=example.device)
+
+
+def eager_tensors(output: Any, facts: EncoderFacts) -> list[torch.Tensor]:
+    """Flat tensors of what ``embed_multimodal`` returned, as a graph would give them."""
+    if facts.eager_returns == "items":
+        return [torch.cat(list(output))]
+    return flatten_outputs(output)
+
+
+def record_layout(
+    output: Any, num_tokens: int, facts: EncoderFacts
+) -> tuple[OutputLayout, list[torch.Tensor]]:
+    """Read the layout off an output for `num_tokens` tokens; also return its flat tensors.
+
+    Raises:
+        CaptureError: A tensor's rows can't be told apart by item.
+    """
+    if facts.eager_returns == "items":
+        output = flatten_outputs(output)[0]
+    rows, granularity = facts.layout == "rows", facts.token_granularity
+    return OutputLayout.record(output, num_tokens, granularity, rows=rows)
 
 
 def flatten_outputs(output: Any) -> list[torch.Tensor]:

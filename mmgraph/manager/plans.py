@@ -55,6 +55,11 @@ class Plans:
         self._known: OrderedDict[EncoderBatch, _Known] = OrderedDict()
         self._demand = Demand()
 
+    @property
+    def largest_budget(self) -> int:
+        """Of the budgets that calls are divided over, in tokens."""
+        return self._planner.budgets[-1]
+
     def clear(self) -> None:
         """Forget all plans."""
         self._known.clear()

@@ -1,67 +1,29 @@
-"""The graphs of one encoder by key: capture, check, free. The manager decides which and when."""
+"""The graphs of one encoder by key: captured, timed, freed. The manager decides which and when."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
 
-from mmgraph.errors import CaptureError, ConfigError
-from mmgraph.graphs import (
-    BufferArena,
-    CapturedGraph,
-    GraphBackend,
-    HostAccess,
-    StaticBuffers,
-    capture_folded,
-    clean_up,
-)
-from mmgraph.graphs.backend import Runnable, ran_out_of_memory, without_frames
+from mmgraph.errors import CaptureError
+from mmgraph.graphs import BufferArena, GraphBackend, clean_up
+from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
-from mmgraph.manager.caches import private_caches
+from mmgraph.manager.capture import Capturer, Entry
 from mmgraph.manager.eager_times import EagerTimes
 from mmgraph.manager.limit import Limit
-from mmgraph.manager.outputs import Collector, OutputLayout, flatten_outputs
 from mmgraph.manager.prices import Measured
 from mmgraph.manager.ranges import Ranges
-from mmgraph.manager.verify import largest_error, max_error, shortest
+from mmgraph.manager.verify import shortest
 from mmgraph.policy import segment_tier
-from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
+from mmgraph.protocol import SupportsEncoderCudaGraph
 from mmgraph.types import EncoderFacts, GraphKey, Reason
 
-__all__ = ["Entry", "GraphStore"]
+__all__ = ["GraphStore"]
 
 _logger = get_logger(__name__)
 _NO_ROOM = (Reason.OUT_OF_MEMORY, Reason.MEMORY_LIMIT)
-
-
-class Entry:
-    """A captured graph with all that belongs to it.
-
-    Attributes:
-        seconds: What the capture took.
-        compile_seconds: What compiled blocks added to that.
-        replay_seconds: What a replay takes, where that is measured.
-    """
-
-    def __init__(
-        self,
-        graph: CapturedGraph,
-        buffers: StaticBuffers,
-        layout: OutputLayout,
-        seconds: float,
-        kept: object = None,
-    ) -> None:
-        self.graph = graph
-        self.buffers = buffers
-        self.layout = layout
-        self.seconds = seconds
-        self.compile_seconds = 0.0
-        self._kept = kept  # what the graph reads and nobody else may hold
-        self.replay_seconds: float | None = None
 
 
 class GraphStore:
@@ -96,6 +58,7 @@ class GraphStore:
         self._model = model
         self._facts = facts
         self._largest_budget = largest_budget
+        self._capturer = Capturer(model, facts, backend)
         self.eager_times = EagerTimes(model, facts, backend)
         self.limit = Limit(max_bytes)
         self._retained = 0
@@ -258,7 +221,7 @@ class GraphStore:
     def attempt(self, key: GraphKey) -> CaptureError | None:
         """Capture `key` and say nothing; where memory runs out, free what the attempt left."""
         try:
-            entry = self.entries[key] = self._capture(key)
+            entry = self.entries[key] = self._capturer.capture(key, self._arena)
             mib = entry.graph.num_bytes / 2**20
             name, seconds = self._facts.name, entry.seconds
             _logger.info("%s: captured %s in %.2f s, %.1f MiB", name, key, seconds, mib)
@@ -275,111 +238,16 @@ class GraphStore:
             clean_up()
         return error
 
-    def _capture(self, key: GraphKey) -> Entry:
-        """Capture `key`; the first time also without what is on trial, and keep the faster one."""
-        model = self._model
-        if not (self.backend.is_timed and isinstance(model, SupportsTrial) and model.on_trial):
-            return self._capture_checked(key)
-        with model.without_options():
-            plain = self._capture_checked(key)
-        try:
-            entry = self._capture_checked(key)
-        except CaptureError as error:
-            model.decide(str(error), failed=True)
-            return plain
-        seconds, plain_seconds = (shortest(self.backend, e.graph.replay) for e in (entry, plain))
-        faster = seconds < plain_seconds
-        kept, dropped = (entry, plain) if faster else (plain, entry)
-        kept.compile_seconds = max(0.0, entry.seconds - plain.seconds) if faster else 0.0
-        kept.graph.num_bytes += dropped.graph.num_bytes  # the pool keeps what either took
-        dropped.graph.close()
-        ms, plain_ms = 1e3 * seconds, 1e3 * plain_seconds
-        model.decide(None if faster else f"{ms:.2f} ms, as they are {plain_ms:.2f} ms")
-        return kept
-
-    def _capture_checked(self, key: GraphKey) -> Entry:
-        start = time.perf_counter()
-        try:
-            with self.backend.ordered():  # the examples go where other graphs may still be reading
-                buffers = self._arena(key).views(self._model.capture_inputs(key))
-        except torch.OutOfMemoryError as error:
-            raise CaptureError(
-                f"no memory for buffers of {self._largest_budget} tokens: lower the budgets"
-            ) from error
-        recorded: list[OutputLayout] = []
-
-        def run(views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-            layout, tensors = self.record(self._model.encoder_forward(views, key), key.token_budget)
-            recorded.append(layout)
-            return tensors
-
-        with private_caches(self._model) as kept:
-            graph = self._recorded(run, buffers.views)
-        entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start, kept)
-        if self._facts.probes is not None:
-            self._check(entry, key, self._facts.probes)
-        return entry
-
-    def _recorded(self, run: Runnable, views: Mapping[str, torch.Tensor]) -> CapturedGraph:
-        """A graph of `run`; with tables that are made on the host folded, where there are some."""
-        model = self._model
-        try:
-            with torch.inference_mode():
-                return self.backend.capture(run, views)
-        except HostAccess as error:
-            plain = model.without_options() if isinstance(model, SupportsTrial) else nullcontext()
-            try:
-                with plain:
-                    return capture_folded(self.backend, run, views)
-            except ConfigError:  # the backend captures whole graphs only
-                raise error from None
-
-    @torch.no_grad()
-    def _check(
-        self,
-        entry: Entry,
-        key: GraphKey,
-        probes: Callable[[GraphKey], Sequence[Mapping[str, Any]]],
-    ) -> None:
-        """Raise unless a fresh graph answers its `probes` as eager mode does."""
-        try:
-            for call in probes(key):
-                eager = self.eager_tensors(self._model.embed_multimodal(**call))
-                batch = self._model.item_specs(call)
-                items = tuple(range(len(batch.items)))
-                collector = Collector(entry.layout, batch)
-                with self.backend.ordered():
-                    entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
-                    collector.add(items, entry.graph.replay())
-                worst = largest_error(collector.results, eager)
-                if not worst <= max_error(eager):
-                    raise CaptureError(
-                        f"its graph differs from eager mode by {worst:.1e} on a probe"
-                    )
-        except BaseException as error:
-            entry.graph.close()
-            if isinstance(error, CaptureError) or not isinstance(error, Exception):
-                raise
-            raise CaptureError(f"a probe failed: {error}") from error
-
-    def eager_tensors(self, output: Any) -> list[torch.Tensor]:
-        """Flat tensors of what ``embed_multimodal`` returned, as a graph would give them."""
-        if self._facts.eager_returns == "items":
-            return [torch.cat(list(output))]
-        return flatten_outputs(output)
-
-    def record(self, output: Any, num_tokens: int) -> tuple[OutputLayout, list[torch.Tensor]]:
-        """Read the layout off an output for `num_tokens` tokens; also return its flat tensors."""
-        if self._facts.eager_returns == "items":
-            output = flatten_outputs(output)[0]
-        rows, granularity = self._facts.layout == "rows", self._facts.token_granularity
-        return OutputLayout.record(output, num_tokens, granularity, rows=rows)
-
     def _arena(self, key: GraphKey) -> BufferArena:
         arena = self.arenas.get(key.signature)
         if arena is None:
             largest = self._model.capture_inputs(self._largest_key(key))
-            arena = BufferArena(largest, self.device)
+            try:
+                arena = BufferArena(largest, self.device)
+            except torch.OutOfMemoryError as error:
+                raise CaptureError(
+                    f"no memory for buffers of {self._largest_budget} tokens: lower the budgets"
+                ) from error
             self.arenas[key.signature] = arena
         return arena
 

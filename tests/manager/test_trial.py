@@ -35,7 +35,7 @@ class Trial:
         self.preparation = Preparation(self.tower, "tower", compile_blocks=True)
         self.encoder = encoder_for(tower, "forward", self.preparation)
         monkeypatch.setattr("mmgraph.encoders.preparation.compiled_blocks", self._compiled)
-        monkeypatch.setattr(mmgraph.manager.store, "shortest", self._shortest)
+        monkeypatch.setattr("mmgraph.manager.capture.shortest", self._shortest)
         monkeypatch.setattr(mmgraph.manager.store.GraphStore, "_measure", lambda *_: None)
         self.manager = EncoderCudaGraphManager(
             GraphConfig(row_budgets=(1, 2)),
@@ -64,7 +64,7 @@ class Trial:
             del norm.__dict__["forward"]
 
     def _shortest(self, backend: Any, replay: Any) -> float:
-        """The store times the graph with the steps first."""
+        """The capturer times the graph with the steps first."""
         self.captured.append(not self.captured or not self.captured[-1])
         return self.seconds[self.captured[-1]]
 

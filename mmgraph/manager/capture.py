@@ -1,0 +1,157 @@
+"""One capture: recorded, folded where it has to be, checked against eager mode, tried both ways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+
+import torch
+
+from mmgraph.errors import CaptureError, ConfigError
+from mmgraph.graphs import (
+    BufferArena,
+    CapturedGraph,
+    GraphBackend,
+    HostAccess,
+    StaticBuffers,
+    capture_folded,
+)
+from mmgraph.graphs.backend import Runnable
+from mmgraph.manager.caches import private_caches
+from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, record_layout
+from mmgraph.manager.verify import largest_error, max_error, shortest
+from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
+from mmgraph.types import EncoderFacts, GraphKey
+
+__all__ = ["Capturer", "Entry"]
+
+Arena = Callable[[GraphKey], BufferArena]
+"""Gives the static buffers that a key is captured on."""
+
+
+class Entry:
+    """A captured graph with all that belongs to it.
+
+    Attributes:
+        seconds: What the capture took.
+        compile_seconds: What compiled blocks added to that.
+        replay_seconds: What a replay takes, where that is measured.
+    """
+
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        buffers: StaticBuffers,
+        layout: OutputLayout,
+        seconds: float,
+        kept: object = None,
+    ) -> None:
+        self.graph = graph
+        self.buffers = buffers
+        self.layout = layout
+        self.seconds = seconds
+        self.compile_seconds = 0.0
+        self._kept = kept  # what the graph reads and nobody else may hold
+        self.replay_seconds: float | None = None
+
+
+class Capturer:
+    """Captures graphs of one encoder.
+
+    Args:
+        model: The encoder.
+        facts: What it is.
+        backend: Records.
+    """
+
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph,
+        facts: EncoderFacts,
+        backend: GraphBackend,
+    ) -> None:
+        self._model = model
+        self._facts = facts
+        self._backend = backend
+
+    def capture(self, key: GraphKey, arena: Arena) -> Entry:
+        """Capture `key`; the first time also without what is on trial, and keep the faster one."""
+        model = self._model
+        if not (self._backend.is_timed and isinstance(model, SupportsTrial) and model.on_trial):
+            return self._checked(key, arena)
+        with model.without_options():
+            plain = self._checked(key, arena)
+        try:
+            entry = self._checked(key, arena)
+        except CaptureError as error:
+            model.decide(str(error), failed=True)
+            return plain
+        seconds, plain_seconds = (shortest(self._backend, e.graph.replay) for e in (entry, plain))
+        faster = seconds < plain_seconds
+        kept, dropped = (entry, plain) if faster else (plain, entry)
+        kept.compile_seconds = max(0.0, entry.seconds - plain.seconds) if faster else 0.0
+        kept.graph.num_bytes += dropped.graph.num_bytes  # the pool keeps what either took
+        dropped.graph.close()
+        ms, plain_ms = 1e3 * seconds, 1e3 * plain_seconds
+        model.decide(None if faster else f"{ms:.2f} ms, as they are {plain_ms:.2f} ms")
+        return kept
+
+    def _checked(self, key: GraphKey, arena: Arena) -> Entry:
+        start = time.perf_counter()
+        with self._backend.ordered():  # the examples go where other graphs may still be reading
+            buffers = arena(key).views(self._model.capture_inputs(key))
+        recorded: list[OutputLayout] = []
+
+        def run(views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+            layout, tensors = record_layout(
+                self._model.encoder_forward(views, key), key.token_budget, self._facts
+            )
+            recorded.append(layout)
+            return tensors
+
+        with private_caches(self._model) as kept:
+            graph = self._recorded(run, buffers.views)
+        entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start, kept)
+        self._check(entry, key)
+        return entry
+
+    def _recorded(self, run: Runnable, views: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        """A graph of `run`; with tables that are made on the host folded, where there are some."""
+        model = self._model
+        try:
+            with torch.inference_mode():
+                return self._backend.capture(run, views)
+        except HostAccess as error:
+            plain = model.without_options() if isinstance(model, SupportsTrial) else nullcontext()
+            try:
+                with plain:
+                    return capture_folded(self._backend, run, views)
+            except ConfigError:  # the backend captures whole graphs only
+                raise error from None
+
+    @torch.no_grad()
+    def _check(self, entry: Entry, key: GraphKey) -> None:
+        """Raise unless a fresh graph answers the encoder's probes as eager mode does."""
+        probes = self._facts.probes
+        if probes is None:
+            return
+        try:
+            for call in probes(key):
+                eager = eager_tensors(self._model.embed_multimodal(**call), self._facts)
+                batch = self._model.item_specs(call)
+                items = tuple(range(len(batch.items)))
+                collector = Collector(entry.layout, batch)
+                with self._backend.ordered():
+                    entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
+                    collector.add(items, entry.graph.replay())
+                worst = largest_error(collector.results, eager)
+                if not worst <= max_error(eager):
+                    raise CaptureError(
+                        f"its graph differs from eager mode by {worst:.1e} on a probe"
+                    )
+        except BaseException as error:
+            entry.graph.close()
+            if isinstance(error, CaptureError) or not isinstance(error, Exception):
+                raise
+            raise CaptureError(f"a probe failed: {error}") from error

@@ -1,0 +1,212 @@
+"""The way of a call through the graphs of an encoder, or past them.
+
+::
+
+    item_specs -> plan -> for each replay: load buffers, replay -> collect in the order of the call
+                       `-> for the rest: embed_multimodal, with a counted reason
+
+The rule: what a replay returns lives in the shared pool until the next replay, so it is copied
+out before the lock is given up. Outputs belong to the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mmgraph.config import GraphConfig
+from mmgraph.env import debug_enabled
+from mmgraph.graphs import GraphBackend
+from mmgraph.manager.audit import Audit
+from mmgraph.manager.changes import Changes
+from mmgraph.manager.exact import ExactGraphs, copied
+from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, flatten_outputs
+from mmgraph.manager.plan import Plan, Replay
+from mmgraph.manager.plans import Plans
+from mmgraph.manager.ranges import Ranges
+from mmgraph.manager.store import GraphStore
+from mmgraph.protocol import SupportsDivision, SupportsEncoderCudaGraph
+from mmgraph.stats import StatsRecorder
+from mmgraph.types import EncoderBatch, EncoderFacts, Reason, Refusal
+
+__all__ = ["Server"]
+
+_BEYOND_BUDGETS = frozenset(
+    {Reason.UNSUPPORTED_CALL, Reason.ABOVE_BUDGET, Reason.CAPTURE_FAILED, Reason.PIECEWISE}
+)
+"""Reasons for eager mode that a graph of the exact call can do without."""
+
+
+class Server:
+    """Serves calls of one encoder.
+
+    Args:
+        model: The encoder.
+        facts: What it is.
+        config: What the user wants.
+        store: Its graphs of budgets.
+        plans: How calls are divided over them.
+        exact: Its graphs of exact calls, if it has some.
+        changes: Whether graphs are out of date.
+        audit: Whether they were seen to differ.
+        stats: Counts.
+        lock: The manager's.
+    """
+
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph,
+        facts: EncoderFacts,
+        config: GraphConfig,
+        *,
+        store: GraphStore,
+        plans: Plans,
+        exact: ExactGraphs | None,
+        changes: Changes,
+        audit: Audit,
+        stats: StatsRecorder,
+        lock: threading.RLock,
+    ) -> None:
+        self._model = model
+        self._facts = facts
+        self._config = config
+        self._backend: GraphBackend = store.backend
+        self._store = store
+        self._plans = plans
+        self._exact = exact
+        self._changes = changes
+        self._audit = audit
+        self._stats = stats
+        self._lock = lock
+        self._debug = debug_enabled()
+        self._range = Ranges(facts.name)
+
+    def serve(
+        self, mm_kwargs: Mapping[str, Any]
+    ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
+        self._stats.called()
+        distrust = self._distrust()
+        try:
+            batch = self._model.item_specs(mm_kwargs)
+            self._stats.seen(tuple([item.num_tokens for item in batch.items]))
+            if self._backend.busy():
+                raise Refusal(Reason.COMPILING, batch)
+            if distrust is not None or self._config.mode == "piecewise":
+                raise Refusal(distrust or Reason.PIECEWISE, batch)
+        except Refusal as refusal:
+            reason, num_items = refusal.reason, refusal.num_items
+            if distrust is not None and reason in _BEYOND_BUDGETS:
+                reason = distrust
+            return self._beyond_budgets(mm_kwargs, reason, num_items), refusal.batch, None
+        with self._lock:
+            parts, plan = self._planned(batch)
+            if plan.replays:
+                self._changes.replayed()
+                layout, tensors = self._run_plan(mm_kwargs, parts, plan)
+                return self._audited(mm_kwargs, layout.build(tensors)), batch, layout
+        if len(plan.eager) == 1:
+            part = plan.eager[0]
+            return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), batch, None
+        for part in plan.eager:
+            self._stats.missed(part.reason, len(part.items))
+        return self._model.embed_multimodal(**mm_kwargs), batch, None
+
+    def _planned(self, batch: EncoderBatch) -> tuple[EncoderBatch, Plan]:
+        """A plan, and what it is for: where graphs serve an item in parts, its parts."""
+        plan, model = self._plans.plan(batch), self._model
+        too_large = any(part.reason is Reason.ABOVE_BUDGET for part in plan.eager)
+        if too_large and isinstance(model, SupportsDivision):
+            parts = model.divided(batch, self._plans.largest_budget)
+            divided = None if parts is None else self._plans.plan(parts)
+            if parts is not None and divided is not None and not divided.eager:
+                return parts, divided
+        return batch, plan
+
+    def _beyond_budgets(self, mm_kwargs: Mapping[str, Any], reason: Reason, num_items: int) -> Any:
+        """Serve a call from a graph of its own, or in eager mode."""
+        if self._exact is not None and reason in _BEYOND_BUDGETS and not self._backend.busy():
+            try:
+                with self._lock:
+                    output, key = self._exact.serve(mm_kwargs, reason, self._room())
+            except Refusal as refusal:
+                reason = refusal.reason
+            else:
+                self._changes.replayed(fresh=self._stats.replays(key) == 0)
+                self._stats.replayed(key, num_items, key.token_budget)
+                if self._store.is_over:
+                    self._exact.refuse(key)
+                return self._audited(mm_kwargs, output)
+        self._stats.missed(reason, num_items)
+        with self._range("eager", reason.name):
+            return self._model.embed_multimodal(**mm_kwargs)
+
+    def refuse_mode(self, mm_kwargs: Mapping[str, Any]) -> None:
+        """Raise ``Refusal`` where not even a graph of its own could serve the call now."""
+        try:
+            self._model.item_specs(mm_kwargs)
+        except Refusal as refusal:
+            if refusal.reason not in _BEYOND_BUDGETS:
+                raise
+        if self._backend.busy():
+            raise Refusal(Reason.COMPILING)
+
+    def _distrust(self) -> Reason | None:
+        """Why no graph may serve now; frees those that are no longer right."""
+        if self._backend.busy():
+            return None
+        with self._lock:
+            if self._audit.failed():
+                return Reason.DIFFERED
+            return Reason.CHANGED if self._changes.noticed() else None
+
+    def _room(self) -> int:
+        """How many graphs of exact calls there may be."""
+        return self._config.max_graphs - len(self._store.entries) if self._plans.lazy else 0
+
+    def _audited(self, mm_kwargs: Mapping[str, Any], output: Any) -> Any:
+        """Return `output`, which graphs gave; one in some is compared with eager mode."""
+        if self._audit.is_due():
+            try:
+                eager = eager_tensors(
+                    self._model.embed_multimodal(**copied(mm_kwargs)), self._facts
+                )
+                self._audit.compare(flatten_outputs(output), eager)
+            except torch.OutOfMemoryError as error:  # the answer is there, only the check isn't
+                self._audit.skipped(error)
+        return output
+
+    @torch.no_grad()
+    def _run_plan(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, plan: Plan
+    ) -> tuple[OutputLayout, list[torch.Tensor]]:
+        layout = self._store.entries[plan.replays[0].key].layout
+        collector = Collector(layout, batch)
+        for part in plan.eager:
+            call = self._model.select_items(mm_kwargs, part.items)
+            output = self._beyond_budgets(call, part.reason, len(part.items))
+            collector.add(part.items, eager_tensors(output, self._facts))
+        with self._backend.ordered():
+            for replay in plan.replays:
+                tensors = self._replay(mm_kwargs, batch, replay)
+                collector.add(replay.items, tensors)
+                if self._debug:
+                    collector.check_owned(tensors)
+        return layout, collector.results
+
+    def _replay(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, replay: Replay
+    ) -> list[torch.Tensor]:
+        entry = self._store.entries[replay.key]
+        if self._debug:
+            entry.buffers.check_addresses()
+        with self._range("replay", replay.key):
+            pieces = self._model.replay_inputs(mm_kwargs, batch, replay.items, replay.key)
+            entry.buffers.load(pieces)
+            tensors = entry.graph.replay()
+        items = [batch.items[i] for i in replay.items]
+        num_items = sum(not item.is_rest for item in items)
+        self._stats.replayed(replay.key, num_items, sum(item.num_tokens for item in items))
+        return tensors
