@@ -20,6 +20,7 @@ __all__ = [
     "SupportsEncoderCudaGraph",
     "SupportsExactGraphs",
     "SupportsMultiModal",
+    "SupportsNumBytes",
     "SupportsPrivateCaches",
     "SupportsTrial",
     "supports_encoder_cudagraph",
@@ -115,14 +116,23 @@ class SupportsTrial(Protocol):
         """
 
 
+class SupportsNumBytes(Protocol):
+    """Something that takes memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How much, in bytes."""
+
+
 @runtime_checkable
 class SupportsPrivateCaches(Protocol):
     """An encoder that keeps tables from one call to the next, which graphs must not share."""
 
-    def private_caches(self) -> AbstractContextManager[object]:
+    def private_caches(self) -> AbstractContextManager[SupportsNumBytes]:
         """Within the block its caches are empty ones of their own; afterwards as they were.
 
-        The value of the block is kept for as long as the graph that was recorded in it.
+        The value of the block, what they hold in the end, is kept for as long as the graph that
+        was recorded in it, and its memory counts as the graph's.
         """
 
 

@@ -21,53 +21,77 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["private_caches"]
+from mmgraph.graphs.trees import storage_of, tensors_in
+
+__all__ = ["OwnCaches", "private_caches"]
 
 _one_at_a_time = threading.RLock()
 _Memo = type(functools.lru_cache(lambda: None))
 
 
+class OwnCaches:
+    """What was memoised while something was recorded, for as long as that may run."""
+
+    def __init__(self) -> None:
+        self._made: list[object] = []
+        self._found: list[object] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tables that were made, in bytes."""
+        sizes = {storage_of(t): t.untyped_storage().nbytes() for t in tensors_in(self._made)}
+        return sum(sizes.values())
+
+    def instead_of(self, memo: Any) -> Callable[..., Any]:
+        """The function of an ``lru_cache`` with an empty cache, from which nothing is dropped."""
+        function, values = memo.__wrapped__, dict[Any, Any]()
+        self._made.append(values)
+
+        @functools.wraps(function)
+        def memoised(*args: Any, **kwargs: Any) -> Any:
+            key = (args, tuple(kwargs.items()))
+            if key not in values:
+                values[key] = function(*args, **kwargs)
+            return values[key]
+
+        return memoised
+
+    def keep(self, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+        """Hold what a module had as attributes, and what it has got in their place."""
+        self._found.append(before)
+        self._made.append({n: t for n, t in after.items() if before.get(n) is not t})
+
+
 @contextmanager
-def private_caches(module: nn.Module) -> Iterator[list[object]]:
+def private_caches(module: nn.Module) -> Iterator[OwnCaches]:
     """Within the block, the tower's functions have empty caches of their own.
 
     Yields:
         What they and the attributes of its submodules hold when the block ends, to be kept for as
         long as anything that was recorded within may run.
     """
-    kept: list[object] = []
+    own = OwnCaches()
     with _one_at_a_time, ExitStack() as stack:
         for put, memo in _memos(module):
-            private = _private(memo)
-            kept.append(private)
-            put(private)
+            put(own.instead_of(memo))
             stack.callback(put, memo)
-        stack.enter_context(_own_attributes(module, kept))
-        yield kept
-
-
-def _private(memo: Any) -> Any:
-    """The same function with an empty cache, from which nothing is dropped."""
-    typed = memo.cache_parameters()["typed"]
-    return functools.lru_cache(maxsize=None, typed=typed)(memo.__wrapped__)
+        stack.enter_context(_own_attributes(module, own))
+        yield own
 
 
 @contextmanager
-def _own_attributes(module: nn.Module, kept: list[object]) -> Iterator[None]:
+def _own_attributes(module: nn.Module, own: OwnCaches) -> Iterator[None]:
     """Put back the tensors that are plain attributes of submodules."""
-    before = {id(m): (m, _tensors(m)) for m in module.modules()}
+    found = {id(m): (m, _tensors(m)) for m in module.modules()}
     try:
         yield
     finally:
-        for submodule, tensors in before.values():
+        for submodule, before in found.values():
             after = _tensors(submodule)
-            if after:
-                kept.append(after)
-            if tensors:
-                kept.append(tensors)
-            for name in after.keys() - tensors.keys():
+            own.keep(before, after)
+            for name in after.keys() - before.keys():
                 delattr(submodule, name)
-            for name, tensor in tensors.items():
+            for name, tensor in before.items():
                 if after.get(name) is not tensor:
                     setattr(submodule, name, tensor)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mmgraph.encoders.caches import private_caches
+from mmgraph.encoders.caches import OwnCaches, private_caches
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
@@ -203,7 +203,7 @@ class TowerEncoder(ABC):
         """Within the block captures leave out the steps that are on trial."""
         return self.preparation.without_compile()
 
-    def private_caches(self) -> AbstractContextManager[object]:
+    def private_caches(self) -> AbstractContextManager[OwnCaches]:
         """Within the block what the tower memoises is kept for the graph that is recorded."""
         return private_caches(self.tower.module)
 

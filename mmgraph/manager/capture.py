@@ -112,6 +112,7 @@ class Capturer:
 
         with private_caches(self._model) as kept:
             graph = self._recorded(run, buffers.views)
+        graph.num_bytes += kept.num_bytes
         entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start, kept)
         self._check(entry, key)
         return entry

@@ -248,6 +248,7 @@ class ExactGraphs:
 
         with private_caches(self._model) as kept:
             graph = capture_exact(self._backend, run, buffers, constants)
+        graph.num_bytes += kept.num_bytes
         entry = ExactEntry(graph, buffers, rebuilds[-1], kept)
         try:
             self._check(entry, call)

@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from mmgraph import EncoderRunner, EncoderStats, GraphConfig
+from mmgraph.encoders import Preparation, Tower
 from tests.contract.cases import Case, tensors
 from tests.manager.engine import PATCH, call_of, make_encoder, make_manager
 
@@ -43,6 +45,10 @@ class Layout(ABC):
     @abstractmethod
     def num_items(self, call: Call) -> int: ...
 
+    def contradicts_itself(self, call: Call) -> bool:
+        """Whether its sizes stand for other contents, so that it may be an error of ours."""
+        return False
+
     @abstractmethod
     def clear(self) -> None:
         """Free all graphs in the middle of it."""
@@ -52,7 +58,7 @@ class Layout(ABC):
         """End it."""
 
 
-def patches(random: Random, *shape: int) -> torch.Tensor:
+def random_patches(random: Random, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
     return torch.randn(*shape, generator=generator)
 
@@ -75,7 +81,7 @@ class Engine(Layout):
         elif fault < 0.04:
             call["patches"] = call["patches"][:-1]
         elif fault < 0.06:
-            call["patches"] = patches(random, sum(lengths), PATCH + 1)
+            call["patches"] = random_patches(random, sum(lengths), PATCH + 1)
         elif fault < 0.08:
             call["patches"] = call["patches"].double()
         elif fault < 0.10:
@@ -95,6 +101,9 @@ class Engine(Layout):
 
     def num_items(self, call: Call) -> int:
         return len(call["lengths"])
+
+    def contradicts_itself(self, call: Call) -> bool:
+        return int(call["lengths"].sum()) != len(call["patches"])
 
     def clear(self) -> None:
         self.manager.clear()
@@ -116,7 +125,10 @@ class Runner(Engine):
         for _ in range(random.randint(0, 6)):
             length, modality = 2 * random.randint(1, 9), random.choice(["image", "video", "audio"])
             width = PATCH + (random.random() < 0.01)
-            item = {"patches": patches(random, length, width), "lengths": torch.tensor([length])}
+            item = {
+                "patches": random_patches(random, length, width),
+                "lengths": torch.tensor([length]),
+            }
             items.append((modality, item))
         return {"items": items}
 
@@ -128,6 +140,9 @@ class Runner(Engine):
 
     def num_items(self, call: Call) -> int:
         return sum(modality != "audio" for modality, _ in call["items"])  # that one it isn't for
+
+    def contradicts_itself(self, call: Call) -> bool:
+        return False
 
 
 class Attached(Layout):
@@ -155,13 +170,20 @@ class Attached(Layout):
         self.handle.detach()
 
 
+def as_on_a_gpu(tower: Tower, config: GraphConfig) -> Preparation:
+    """With graphs for segments of one length, as where there is a choice of kernels."""
+    return Preparation(tower.module, tower.name, choose_attention=config.choose_attention)
+
+
 class Packed(Attached):
     def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__("qwen2_5_vl", config)
+        with patch("mmgraph.attachment.handle._prepare", as_on_a_gpu):
+            super().__init__("qwen2_5_vl", config)
 
     def call(self, random: Random) -> Call:
+        most = random.choice([4, 4, 8])
         grids = [
-            (random.choice([1, 1, 1, 2]), 2 * random.randint(1, 4), 2 * random.randint(1, 4))
+            (random.choice([1, 1, 1, 2]), 2 * random.randint(1, most), 2 * random.randint(1, most))
             for _ in range(random.randint(1, 4))
         ]
         if random.random() < 0.03:
@@ -186,6 +208,11 @@ class Packed(Attached):
 
     def num_items(self, call: Call) -> int:
         return len(call["grid_thw"])
+
+    def contradicts_itself(self, call: Call) -> bool:
+        grid = call["grid_thw"]
+        bad = bool((grid < 1).any() or (grid[:, 1:] % 2).any())
+        return bad or int(grid.prod(1).sum()) != len(call["hidden_states"])
 
 
 class Rows(Attached):
