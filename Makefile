@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo check lint types layers docs test test-all test-gpu bench format clean
+.PHONY: help demo check lint types layers docs test test-all test-gpu evidence bench format clean
 
 help:  ## list the verbs
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,7 +56,10 @@ test-all: $(SETUP)  ## every test this machine can run, with coverage
 	$(RUN) pytest --cov --cov-report=term-missing
 
 test-gpu: $(SETUP)  ## the tests that need a CUDA device
-	$(RUN) pytest -m gpu
+	$(RUN) pytest -q -m gpu -n 8
+
+evidence: $(SETUP)  ## all that a GPU has to show for a commit: tests, tables, traces, the notebook
+	$(RUN) scripts.evidence --out out/evidence
 
 format: $(SETUP)  ## mend what ruff can mend
 	$(RUN) ruff check --fix .

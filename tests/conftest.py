@@ -47,6 +47,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in gpu_items]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add what failed to the file that ``MMGRAPH_TEST_FAILURES`` names, at once.
+
+    A run that is cut off, as on a machine that is lent for minutes, has said nothing otherwise.
+    """
+    path = os.environ.get("MMGRAPH_TEST_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext[-6000:]}\n\n")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

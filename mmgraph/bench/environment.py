@@ -46,10 +46,15 @@ class Environment:
 
     @classmethod
     def read(cls, device: torch.device, commit: str | None = None) -> Environment:
-        """Describe this process as it runs on `device`; `commit` is for a tree without history."""
+        """Describe this process as it runs on `device`.
+
+        `commit`, or ``MMGRAPH_COMMIT`` in the environment, is for a tree that came without its
+        history, or with somebody else's.
+        """
         cuda = device.type == "cuda"
-        checkout, dirty = _checkout()
-        commit = checkout or commit
+        commit, dirty = commit or os.environ.get("MMGRAPH_COMMIT"), None
+        if commit is None:
+            commit, dirty = _checkout()
         return cls(
             gpu=torch.cuda.get_device_name(device) if cuda else None,
             driver=_driver() if cuda else None,

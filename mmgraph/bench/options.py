@@ -151,7 +151,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--kernels", action="store_true", help="also profile each call, by class of kernel")
     add("--out", type=Path, metavar="DIR", help="write bench.json, bench.md and bench.png there")
-    add("--commit", metavar="SHA", help="commit to report, for a tree that came without .git")
+    add(
+        "--commit",
+        metavar="SHA",
+        help="commit to report, where .git is missing or not its own",
+    )
     add("--quick", action="store_true", help="fewer sizes and repeats, where none are given")
 
 
