@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from mmgraph.log import WarnOnce, get_logger
+
 __all__ = [
     "AttentionChoice",
     "AttentionShape",
@@ -33,6 +35,7 @@ __all__ = [
     "is_uniform",
 ]
 
+_ROUNDING = 0.02
 _TIMED_RUNS = 5
 _SPIN_CYCLES = 2_000_000  # a millisecond, in which the host gets ahead of the device
 
@@ -76,6 +79,7 @@ Kernel = Callable[
 ]
 _NOTHING_KNOWN = _Setting()
 _setting: ContextVar[_Setting] = ContextVar("mmgraph_attending", default=_NOTHING_KNOWN)
+_warn_once = WarnOnce(get_logger(__name__))
 _measured: dict[tuple[int, AttentionShape], AttentionChoice] = {}
 _lock = threading.Lock()
 
@@ -252,14 +256,25 @@ def _choose(shape: AttentionShape, arguments: tuple[Any, ...]) -> AttentionChoic
 def _time_each(
     names: list[str], shape: AttentionShape, arguments: tuple[Any, ...]
 ) -> dict[str, float]:
-    """Milliseconds of each kernel on segments as long as may be; those that fail are left out."""
+    """Milliseconds of each kernel on segments as long as may be.
+
+    Those that fail are left out, and those that give another result than flash.
+    """
     query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale = arguments
     ends = torch.arange(shape.segments + 1, dtype=torch.int32, device=cu_seqlens.device)
     table = (ends * max_seqlen).clamp_(max=shape.tokens)
+    rows = min(shape.segments * max_seqlen, shape.tokens)  # of no segment are those behind them
     times: dict[str, float] = {}
+    expected: torch.Tensor | None = None
     for name in names:
         run = partial(_KERNELS[name].run, query_THK, key_THK, value_THK, table, max_seqlen, scale)
         try:
+            output = run()[:rows]
+            if expected is None:
+                expected = output
+            elif _is_off(output, expected):
+                _warn_once(name, "attention kernel %s is left out: its result is wrong", name)
+                continue
             times[name] = _milliseconds(run)
         except torch.OutOfMemoryError:
             raise
@@ -267,6 +282,12 @@ def _time_each(
             if name == "flash":
                 raise
     return times
+
+
+def _is_off(output: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether more than rounding lies between two results; NaN says nothing."""
+    difference = (output.float() - expected.float()).norm()
+    return bool(difference > _ROUNDING * expected.float().norm())
 
 
 def _milliseconds(run: Callable[[], Any]) -> float:

@@ -112,6 +112,35 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(chosen.milliseconds) == {"flash", "dense"}
 
 
+def test_a_kernel_with_another_result_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wrong rows behind the last segment are nobody's, and NaN isn't wrong."""
+
+    def dense(query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return query * 2
+
+    def right(query: torch.Tensor, *_: Any) -> torch.Tensor:
+        output = query * 2.001
+        output[48:] = 7
+        return output
+
+    kernels = {"flash": dense, "right": right, "wrong": lambda query, *_: query.flip(0)}
+    for name, kernel in kernels.items():
+        monkeypatch.setitem(choice._KERNELS, name, choice._Candidate(kernel, lambda shape: True))
+    monkeypatch.setattr(choice, "_milliseconds", lambda run: 1.0)
+    shape = AttentionShape(50, 3, 16, 2, 8, torch.float32, uniform=False)
+    query = torch.randn(50, 2, 8)
+    for _ in range(2):
+        times = choice._time_each(
+            list(kernels), shape, (query, query, query, boundaries([16] * 3), 16, None)
+        )
+        assert times == {"flash": 1.0, "right": 1.0}
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention kernel wrong is left out: its result is wrong"
+    ]
+
+
 @pytest.mark.gpu
 def test_nothing_is_measured_in_a_capture() -> None:
     choices: dict[AttentionShape, AttentionChoice] = {}
