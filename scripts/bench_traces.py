@@ -5,7 +5,7 @@
 Each kind of call is made a few times first, so that graphs are captured as they would be after some
 minutes of service, and is then timed once (the fastest of `--repeats`); totals count it as often as
 it occurs. Where `--kinds` or `--seconds` bound what is timed, totals are of those kinds that every
-way was timed on. Writes traces-MODEL.json and traces-MODEL.md. Ways:
+way was timed on. Writes traces-MODEL.json and traces-MODEL.md after each trace. Ways:
 
 - eager: the tower as transformers builds it.
 - usual: a graph for each power of two, with metadata at its worst; items sorted by size and put
@@ -22,7 +22,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class Result:
         graph_mib: Device memory of these.
         settling_s: What the calls before took, captures included.
         misses: Items in eager mode by reason, settling included.
+        padding: Of the tokens that graphs computed, the part that was padding; settling included.
+        worst: The kind of call that does worst against eager mode: its time in multiples of that.
     """
 
     seconds: dict[Kind, float] = field(default_factory=dict)
@@ -73,6 +75,8 @@ class Result:
     graph_mib: float = 0.0
     settling_s: float = 0.0
     misses: dict[str, int] = field(default_factory=dict)
+    padding: float = 0.0
+    worst: float = 1.0
 
 
 class Bench:
@@ -113,14 +117,12 @@ class Bench:
         self._dtype = dtype
         self._patches = torch.empty(0)
 
-    def run(self, calls: int) -> dict[str, dict[str, Any]]:
-        """Results by trace."""
-        results = {}
+    def run(self, calls: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Traces by name with what came out of each, one after another."""
         for name in self._traces:
             trace = make_trace(name, self.recipe.family, calls=calls)
             counts = Counter(tuple(map(self._shrunk, call)) for call in trace.calls)
-            results[name] = self._trace(counts)
-        return results
+            yield name, self._trace(counts)
 
     def _shrunk(self, grid: Grid) -> Grid:
         merge, n = 2, self._shrink
@@ -148,6 +150,9 @@ class Bench:
         totals["best of each call"] = sum(
             counts[kind] * 1e3 * min(r.seconds[kind] for r in results.values()) for kind in timed
         )
+        eager = results["eager"].seconds
+        for result in results.values():
+            result.worst = max((result.seconds[k] / eager[k] for k in timed), default=1.0)
         return {
             "calls": sum(counts.values()),
             "kinds": len(counts),
@@ -175,6 +180,7 @@ class Bench:
             stats = handle.stats()
         result.graphs, result.graph_mib = len(stats.graphs), round(stats.graph_bytes / 2**20, 1)
         result.misses = {reason.name: n for reason, n in stats.misses.items()}
+        result.padding = stats.padding / max(1, stats.padding + stats.tokens)
         return result
 
     def usual_budgets(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
@@ -284,12 +290,15 @@ def render(report: Mapping[str, Any]) -> str:
         ]
         share = f"{result['timed_calls']} of {result['calls']} ({result['timed_kinds']} kinds)"
         lines.append(f"| {trace} | {share} | " + " | ".join(cells) + " |")
-    lines += ["", "| trace | way | graphs | MiB | settling, s | items in eager mode |"]
-    lines.append("|---|---|---|---|---|---|")
+    heads = ("trace", "way", "worst kind, of eager", "padding", "graphs", "MiB", "settling, s")
+    lines += ["", f"| {' | '.join(heads)} | items in eager mode |", "|---" * (len(heads) + 1) + "|"]
     for trace, result in report["traces"].items():
         for name, way in result["ways"].items():
             misses = ", ".join(f"{n} {reason}" for reason, n in way["misses"].items()) or "none"
-            numbers = f"{way['graphs']} | {way['graph_mib']} | {way['settling_s']}"
+            numbers = (
+                f"{way['worst']:.2f} x | {way['padding']:.0%} | {way['graphs']} | "
+                f"{way['graph_mib']} | {way['settling_s']}"
+            )
             lines.append(f"| {trace} | {name} | {numbers} | {misses} |")
     machine = report["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -331,20 +340,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         shrink=arguments.shrink,
         traces=arguments.traces,
     )
-    report = {
+    report: dict[str, Any] = {
         "model": arguments.model,
         "command": f"python -m scripts.bench_traces --model {arguments.model} --out OUT "
         f"--calls {arguments.calls} --kinds {arguments.kinds} --repeats {arguments.repeats} "
         f"--seconds {arguments.seconds:g} --shrink {arguments.shrink}",
-        "traces": bench.run(arguments.calls),
+        "traces": {},
         "environment": asdict(Environment.read(device)),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = "traces-" + arguments.model.replace(":", "-")
-    text = json.dumps(report, indent=1) + "\n"
-    (arguments.out / f"{stem}.json").write_text(text, encoding="utf-8")
-    (arguments.out / f"{stem}.md").write_text(render(report), encoding="utf-8")
+    for trace, result in bench.run(arguments.calls):
+        report["traces"][trace] = result
+        _write(report, arguments.out)
     print(render(report))
+
+
+def _write(report: Mapping[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / ("traces-" + report["model"].replace(":", "-"))
+    text = json.dumps(report, indent=1) + "\n"
+    path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
+    path.with_name(path.name + ".md").write_text(render(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,20 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
         "bench": Part((*module, "mmgraph", "bench", "-n", "10", "--out", str(out / "bench")), 600),
         "traces-qwen2.5": Part((*traces, "--model", "qwen2.5-vl-7b"), 200),
         "traces-qwen3": Part((*traces, "--model", "qwen3-vl-8b"), 200),
-        "soak": Part((*soak, "--seconds", "300", "--between", "10", "--max-graphs", "48"), 360),
+        "soak": Part(
+            (
+                *soak,
+                "--calls",
+                "100000",
+                "--seconds",
+                "400",
+                "--between",
+                "10",
+                "--max-graphs",
+                "48",
+            ),
+            460,
+        ),
         "notebook": Part(
             (*module, "scripts.run_notebook", notebook, str(out / Path(notebook).name)), 240
         ),

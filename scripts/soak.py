@@ -114,8 +114,14 @@ class Soak:
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def run(self, seconds: float, config: GraphConfig, between: float = 1.0) -> Report:
-        """Soak for `seconds`, with a change every `between`."""
+    def run(
+        self,
+        seconds: float,
+        config: GraphConfig,
+        between: float = 1.0,
+        calls: int | None = None,
+    ) -> Report:
+        """Soak for `seconds` or, if that comes first, `calls`, with a change every `between`."""
         with attach(self._tower, config) as handle:
             threads = [
                 threading.Thread(target=self._guarded, args=(number,), daemon=True)
@@ -124,7 +130,7 @@ class Soak:
             for thread in threads:
                 thread.start()
             end, random = time.monotonic() + seconds, Random(self._seed)
-            while time.monotonic() < end and not self.report.errors:
+            while time.monotonic() < end and not self.report.errors and self._lacks(calls):
                 time.sleep(min(between, max(0.0, end - time.monotonic())))
                 self._change(handle, random)
                 self._measure_memory()
@@ -137,6 +143,9 @@ class Soak:
         if not self.report.is_flat():
             self.report.errors.append("memory grows")
         return self.report
+
+    def _lacks(self, calls: int | None) -> bool:
+        return calls is None or self.report.calls < calls
 
     def _change(self, handle: Handle, random: Random) -> None:
         name = random.choices(["nothing", "clear", "refit", "report"], [4, 1, 1, 1])[0]
@@ -227,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--threads", type=int, default=4)
     add("--streams", type=int, default=3)
     add("--seconds", type=float, default=600.0, help="how long calls are made")
+    add("--calls", type=int, help="end after so many, if that comes first")
     add("--between", type=float, default=2.0, help="seconds between changes")
     add("--largest", type=int, default=64, help="side of the largest image in patches")
     add("--max-graphs", type=int, default=12)
@@ -249,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         compile_blocks=False,
         verify_every=101,
     )
-    report = soak.run(arguments.seconds, config, arguments.between)
+    report = soak.run(arguments.seconds, config, arguments.between, arguments.calls)
     print(json.dumps({**vars(report), "is_flat": report.is_flat()}, indent=1))
     return 1 if report.errors else 0
 

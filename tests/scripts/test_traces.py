@@ -77,6 +77,9 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert list(totals) == [*WAYS, "best of each call"]
         assert totals["best of each call"] <= min(totals[way] for way in WAYS)
         assert all(result["ways"][way]["graphs"] > 0 for way in WAYS if way != "eager")
+        assert result["ways"]["eager"]["worst"] == 1
+        assert all(way["worst"] > 0 for way in result["ways"].values())
+        assert all(0 <= way["padding"] < 1 for way in result["ways"].values())
     text = (tmp_path / "traces-qwen2_5_vl-tiny.md").read_text(encoding="utf-8")
     assert "| camera | 4 of 4 (1 kinds) |" in text
     assert "Command: `python -m scripts.bench_traces --model qwen2_5_vl:tiny" in text

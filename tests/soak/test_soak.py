@@ -29,6 +29,12 @@ def test_threads_are_served_rightly_while_graphs_come_and_go(
     assert report["changes"]
 
 
+def test_it_ends_after_so_many_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--model qwen2_5_vl:tiny --threads 1 --seconds 200 --between 0.2 --calls 2"
+    assert soak.main([*arguments.split(), "--largest", "4", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["calls"] >= 2
+
+
 def test_a_wrong_value_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "CHECKED", 1)
     monkeypatch.setattr(soak, "largest_error", lambda *_: 1.0)
