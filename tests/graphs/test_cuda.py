@@ -296,7 +296,7 @@ def test_what_is_compiled_for_a_capture_is_compiled_before_it(
     with torch.no_grad():
         graph = backend.capture(run, {"x": x})
         x.uniform_()
-        torch.testing.assert_close(graph.replay()[0], normalised(x))
+        torch.testing.assert_close(graph.replay()[0], normalised(x), rtol=1e-4, atol=1e-4)
 
 
 def test_the_collector_is_off_while_a_call_is_recorded(
