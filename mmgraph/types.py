@@ -27,7 +27,10 @@ __all__ = [
 
 
 class Reason(Enum):
-    """Why items ran in eager mode. The set is closed, so that statistics add up."""
+    """Why items ran in eager mode; docs/reasons.md says what can be done about each.
+
+    The set is closed, so that statistics add up.
+    """
 
     ENFORCE_EAGER = "enforce_eager is set"
     DISABLED = "cudagraph_mm_encoder is off"
