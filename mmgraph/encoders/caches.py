@@ -43,12 +43,18 @@ class OwnCaches:
         return sum(sizes.values())
 
     def instead_of(self, memo: Any) -> Callable[..., Any]:
-        """The function of an ``lru_cache`` with an empty cache, from which nothing is dropped."""
-        function, values = memo.__wrapped__, dict[Any, Any]()
+        """The function of an ``lru_cache`` with an empty cache, from which nothing is dropped.
+
+        Only this thread sees it: what is made while a graph is recorded holds nothing before its
+        first replay, and isn't in order with another thread's stream.
+        """
+        function, values, thread = memo.__wrapped__, dict[Any, Any](), threading.get_ident()
         self._made.append(values)
 
         @functools.wraps(function)
         def memoised(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return memo(*args, **kwargs)
             key = (args, tuple(kwargs.items()))
             if key not in values:
                 values[key] = function(*args, **kwargs)

@@ -8,6 +8,7 @@ such a tower out of the bounds of its tables: an IndexError on a CPU, on a GPU t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,14 +22,12 @@ def casts_to_integers(run: Callable[[], object]) -> bool:
     """Whether `run` turns floating-point numbers into integers, as it does before looking them up.
 
     Contents of `run` should be in [0, 1): they all become 0 then, which every table has. If it
-    raises, what it did until then counts.
+    raises, what it did until then counts: the capture that follows runs into the same error, and
+    says so.
     """
     mode = _Casts()
-    try:
-        with mode:
-            run()
-    except Exception:
-        return mode.seen
+    with suppress(Exception), mode:
+        run()
     return mode.seen
 
 

@@ -18,7 +18,6 @@ find the last state there instead of the state of that moment; such memory is ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from mmgraph.graphs.operations import (
     uploaded,
     written,
 )
+from mmgraph.graphs.recorders import ModesRecorder
 from mmgraph.graphs.segments import SegmentRecorder
 from mmgraph.graphs.trees import storage_of, tensors_in
 
@@ -87,7 +87,7 @@ class Folding:
         results = tensors_in([s.out for s in self.steps if s.constant])
         positions = tensors_in([(s.indices, s.values) for s in self.steps])
         self._kept = {storage_of(t) for t in (*results, *positions)} | self._given.keys()
-        return _Recorder(inner, _Fold(self), _FoldFunctions(self))
+        return ModesRecorder(inner, _Fold(self), _FoldFunctions(self))
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note those of `tensors` that were given or come from the first run."""
@@ -301,41 +301,7 @@ class _FoldFunctions(_Functions):
         return step.out
 
 
-class _Nothing(CapturedGraph):
-    num_bytes = 0
-
-    def replay(self) -> list[torch.Tensor]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
-class _Recorder(SegmentRecorder):
-    """Keeps its modes on top of another recorder's, within segments only."""
-
-    def __init__(self, inner: SegmentRecorder | None, *modes: Any) -> None:
-        self._inner = inner
-        self._modes = modes
-        self._entered = ExitStack()
-
-    def begin(self) -> None:
-        if self._inner is not None:
-            self._inner.begin()
-        for mode in self._modes:
-            self._entered.enter_context(mode)
-
-    def end(self) -> CapturedGraph:
-        self._entered.close()
-        return _Nothing() if self._inner is None else self._inner.end()
-
-    def abandon(self) -> None:
-        self._entered.close()
-        if self._inner is not None:
-            self._inner.abandon()
-
-
-class _Observer(_Recorder):
+class _Observer(ModesRecorder):
     """Recorder of the first run; looks at constants where breaks begin and end."""
 
     def __init__(self, folding: Folding) -> None:

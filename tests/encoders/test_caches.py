@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,25 @@ def test_an_error_in_the_block_leaves_nothing_changed(tower: Memoises) -> None:
     made.clear()
     run(tower, 2)
     assert made == []
+
+
+@torch.no_grad()
+def test_other_threads_keep_the_towers_own_caches(tower: Memoises) -> None:
+    """What is made for a recording holds nothing yet when they would find it."""
+    size = 9, tower.device
+    with private_caches(tower):
+        ours = [f(*size) for f in current(tower)]
+        theirs: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: theirs.extend(f(*size) for f in current(tower)))
+        thread.start()
+        thread.join()
+        assert not any(a is b for a, b in zip(ours, theirs, strict=True))
+    assert all(f(*size) is table for f, table in zip(current(tower), theirs, strict=True))
+
+
+def current(tower: Memoises) -> list[Any]:
+    """The functions as a forward would find them now."""
+    return [globals()["of_module"], tower.of_static, tower.of_method]
 
 
 @torch.no_grad()
