@@ -27,6 +27,7 @@ from mmgraph.encoders.calls import TowerSignature
 from mmgraph.encoders.exact import exact_call
 from mmgraph.graphs import eager_break, select_backend
 from mmgraph.graphs.trace import TraceBackend
+from mmgraph.manager.exact import _varied
 from mmgraph.protocol import SupportsExactGraphs
 from mmgraph.recipes import load_recipe
 from mmgraph.types import ExactCall
@@ -760,3 +761,16 @@ def test_a_grid_that_its_owner_changes_later_changes_no_answer() -> None:
     output = manager.run({**again, "grid_thw": grid}).pooler_output
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
     assert manager.stats().misses == {Reason.PIECEWISE: 2}
+
+
+def test_the_second_contents_are_of_the_other_sign_and_places_stay_in_range() -> None:
+    patches = torch.cat([torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]), torch.rand(3, 4)], 1)
+    patches[:, 2:] += 0.1
+    varied = _varied(patches)
+    assert bool((varied[:, 2:] < 0).all())
+    assert torch.equal(varied[:, :2], patches[:, :2].flip(0))
+    mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    assert torch.equal(_varied(mask), mask.flip(0))
+    numbers = torch.tensor([[1, 2], [3, 4]])
+    assert torch.equal(_varied(numbers), numbers.flip(0))
+    assert _varied(torch.tensor(0.5)) < 0
