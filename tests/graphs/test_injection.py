@@ -133,10 +133,10 @@ STEPS = [
             (Folding, "next_step", 1, False),
             (Folding, "next_step", 4, False),
             (mmgraph.graphs.folding, "Step", 2, False),
-            (mmgraph.graphs.folding._Recorder, "begin", 2, True),
-            (mmgraph.graphs.folding._Recorder, "end", 1, False),
-            (mmgraph.graphs.folding._Recorder, "begin", 4, True),
-            (mmgraph.graphs.folding._Recorder, "end", 3, False),
+            (mmgraph.graphs.recorders.ModesRecorder, "begin", 2, True),
+            (mmgraph.graphs.recorders.ModesRecorder, "end", 1, False),
+            (mmgraph.graphs.recorders.ModesRecorder, "begin", 4, True),
+            (mmgraph.graphs.recorders.ModesRecorder, "end", 3, False),
         )
     ),
 ]
