@@ -2,9 +2,9 @@
 
 A replay costs what was measured for its budget or, before that, about its tokens plus something
 fixed. Few large replays waste padding, many small ones waste the fixed part and the width of the
-GPU. Up to `EXACT_ITEMS` items the division found is the cheapest there is, within a thousandth;
-where that is hard to show, and for more items, it is the best one that a bounded search comes
-across, and never dearer than one replay for all items or one for each.
+GPU. Up to `EXACT_ITEMS` items the division found is the cheapest there is. Of more items it is the
+best one that a bounded search comes across, and never dearer than one replay for all items or one
+for each.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmgraph.policy.search import PriceList, divide, price_list
+from mmgraph.policy.subsets import EXACT_ITEMS, divide_exactly
 
 __all__ = ["EXACT_ITEMS", "Bin", "Packing", "pack"]
 
-EXACT_ITEMS = 12
-_MANY_FILLINGS, _SOME_FILLINGS = 64, 24
+_MAX_FILLINGS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ def pack(
     overhead: int = 256,
     *,
     prices: Sequence[float] | None = None,
-    max_fillings: int | None = None,
 ) -> Packing:
     """Divide items of `sizes` tokens over replays of the ascending `budgets`.
 
@@ -66,7 +65,6 @@ def pack(
         budgets: Ascending budgets in tokens.
         overhead: What a further replay costs, in tokens, where no `prices` are given.
         prices: Cost of a replay of each budget, positive, in any unit.
-        max_fillings: How long to look, in fillings of a replay; by default tens.
     """
     largest = budgets[-1] if budgets else 0
     fitting = [i for i, size in enumerate(sizes) if size <= largest]
@@ -75,20 +73,17 @@ def pack(
         return Packing((), oversized)
     costs = [b + overhead for b in budgets] if prices is None else prices
     prices_ = price_list(tuple(budgets), tuple(costs))
-    bins = _divided([sizes[i] for i in fitting], prices_, max_fillings)
+    bins = _divided([sizes[i] for i in fitting], prices_)
     return Packing(_bins(bins, fitting, sizes, prices_), oversized)
 
 
-def _divided(
-    sizes: list[int], prices: PriceList, max_fillings: int | None
-) -> Sequence[Sequence[int]]:
+def _divided(sizes: list[int], prices: PriceList) -> Sequence[Sequence[int]]:
     """The sizes that go together."""
     if len(sizes) == 1:
         return [sizes]
-    limit = max_fillings
-    if limit is None:
-        limit = _MANY_FILLINGS if len(sizes) <= EXACT_ITEMS else _SOME_FILLINGS
-    found, certain = divide(sizes, prices, limit)
+    if len(sizes) <= EXACT_ITEMS:
+        return divide_exactly(sizes, prices.budgets, prices.prices)
+    found, certain = divide(sizes, prices, _MAX_FILLINGS)
     if certain:
         return found
     alone = [[size] for size in sizes]

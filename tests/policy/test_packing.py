@@ -81,7 +81,7 @@ def test_a_packing_never_costs_more_than_a_replay_for_each_item(
         ([20, 20, 20], [64, 256], [((0, 1, 2), 64)], ()),  # all in the smallest budget
         ([64, 64], [64, 256], [((0, 1), 256)], ()),  # padding is cheaper than a second replay
         ([2000, 2000], [2048, 8192], [((0,), 2048), ((1,), 2048)], ()),  # here it isn't
-        ([256, 10, 250, 5], [64, 256], [((0,), 256), ((2, 3), 256), ((1,), 64)], ()),  # mixed
+        ([256, 62, 250, 5], [64, 256], [((0,), 256), ((2, 3), 256), ((1,), 64)], ()),  # mixed
     ],
 )
 def test_pack_by_hand(
@@ -144,13 +144,14 @@ price_lists = st.dictionaries(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(1, 1500), min_size=1, max_size=8), price_lists, st.booleans())
+@example([1, 120, 4, 2, 163, 138, 3, 295], {125: 1 / 32, 295: 1 / 4, 425: 3 / 8, 596: 1 / 2}, False)
 def test_no_division_is_cheaper_than_the_one_found(
     sizes: list[int], prices: dict[int, float], coarse: bool
 ) -> None:
     sizes = [-(-size // 100) * 100 for size in sizes] if coarse else sizes
     fitting = [size for size in sizes if size <= max(prices)]
     packing = pack(sizes, list(prices), prices=list(prices.values()))
-    assert spent(packing, prices) <= cheapest(fitting, prices) * (1 + 2e-3) + 1e-12
+    assert spent(packing, prices) <= cheapest(fitting, prices) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("per_token", [1.0, 0.3])
@@ -162,7 +163,7 @@ def test_so_it_is_for_twelve_items_and_nearly_for_more(number: int, per_token: f
     for _ in range(2):
         sizes = [4 * random.randint(16, 1000) for _ in range(number)]
         packing = pack(sizes, budgets, prices=list(prices.values()))
-        allowed = 1.002 if number == 12 else 1.03
+        allowed = 1 + 1e-9 if number == 12 else 1.03
         assert spent(packing, prices) <= cheapest(sizes, prices) * allowed
 
 
