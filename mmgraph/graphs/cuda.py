@@ -32,7 +32,7 @@ import torch
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_out_of_memory
 from mmgraph.graphs.gc_freeze import clean_up, undisturbed
-from mmgraph.graphs.guard import CaptureGuard
+from mmgraph.graphs.guard import CaptureGuard, HostAccess
 from mmgraph.graphs.patch import as_if_capturing
 from mmgraph.graphs.weak import weak_view
 
@@ -126,6 +126,7 @@ class CudaBackend(GraphBackend):
         self._device = torch.device("cuda", index)
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._as_captured = False  # which way models go, see as_if_capturing
         self._live = 0
         self._inside = 0
         self._lock = threading.RLock()
@@ -207,11 +208,7 @@ class CudaBackend(GraphBackend):
         self, run: Runnable, buffers: Mapping[str, torch.Tensor]
     ) -> CapturedGraph:
         try:
-            with as_if_capturing.applied():
-                run(buffers)
-                with CaptureGuard():
-                    run(buffers)
-            self.synchronize()
+            self._warm_up(run, buffers)
         except CaptureError:
             raise
         except Exception as error:
@@ -221,13 +218,35 @@ class CudaBackend(GraphBackend):
             graph = torch.cuda.CUDAGraph()
             try:
                 self.begin(graph)
-                outputs = run(buffers)
+                with as_if_capturing(self._as_captured):
+                    outputs = run(buffers)
                 self.about_to_end()
                 graph.capture_end()
             except BaseException:
                 abandon(graph)
                 raise
             return self.end(graph, outputs, max(0, self.reserved_bytes() - before))
+
+    def _warm_up(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Run twice as it will be recorded: the way of eager mode, if that can be captured."""
+        try:
+            self._run_twice(run, buffers)
+        except HostAccess:
+            if self._as_captured:
+                raise
+            self._as_captured = True  # and stays so: models read in one call what they do in all
+            try:
+                self._run_twice(run, buffers)
+            except BaseException:
+                self._as_captured = False
+                raise
+        self.synchronize()
+
+    def _run_twice(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> None:
+        with as_if_capturing(self._as_captured):
+            run(buffers)
+            with CaptureGuard():
+                run(buffers)
 
     def _closed(self, pool: _Pool) -> None:
         with self._lock:

@@ -8,7 +8,6 @@ buffers becomes a break. Nobody has to say which: the observed run finds it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -46,20 +45,7 @@ def capture_exact(
         CaptureError: It can't be captured; nothing stays open.
         ConfigError: The backend captures whole graphs only.
     """
-    constants = list(constants)
-    breaks: list[nn.Module] = []
-    with backend.ordered():  # throughout: two captures of one module would mix up their breaks
-        while True:
-            folding = Folding(constants)
-            with breaks_at(breaks):
-                try:
-                    _observe(run, buffers, folding, warm=bool(breaks))
-                except ReadsContents as error:
-                    if error.module is None or error.module in breaks or len(breaks) >= _MAX_BREAKS:
-                        raise
-                    breaks.append(error.module)
-                    continue
-                return _record(backend, run, buffers, folding)
+    return _captured(backend, run, buffers, list(constants), _MAX_BREAKS)
 
 
 def capture_folded(
@@ -73,22 +59,47 @@ def capture_folded(
         CaptureError: It can't be captured, or what it reads on the host came of `buffers`.
         ConfigError: The backend captures whole graphs only.
     """
-    folding = Folding(())
-    with backend.ordered():
-        _observe(run, buffers, folding, warm=False)
-        return _record(backend, run, buffers, folding)
+    return _captured(backend, run, buffers, [], max_breaks=0)
+
+
+def _captured(
+    backend: GraphBackend,
+    run: Runnable,
+    buffers: Mapping[str, torch.Tensor],
+    constants: list[torch.Tensor],
+    max_breaks: int,
+) -> BreakableGraph:
+    breaks: list[nn.Module] = []
+    capturing = False  # the way of a capture reads less on the host
+    with backend.ordered():  # throughout: two captures of one module would mix up their breaks
+        while True:
+            folding = Folding(constants)
+            with breaks_at(breaks), as_if_capturing(capturing):
+                try:
+                    _observe(run, buffers, folding, warm=bool(breaks))
+                except ReadsContents as error:
+                    if capturing:
+                        breaks.append(_next_break(error, breaks, max_breaks))
+                    capturing = True
+                    continue
+                return _record(backend, run, buffers, folding)
+
+
+def _next_break(error: ReadsContents, breaks: list[nn.Module], max_breaks: int) -> nn.Module:
+    """The submodule that reads contents; raises `error` if a break there is no help."""
+    if error.module is None or error.module in breaks or len(breaks) >= max_breaks:
+        raise error
+    return error.module
 
 
 def _observe(
     run: Runnable, buffers: Mapping[str, torch.Tensor], folding: Folding, *, warm: bool
 ) -> None:
-    on_gpu = any(tensor.is_cuda for tensor in buffers.values())
     try:
         if not warm:  # tables that modules make once and keep are no part of the call
             with torch.no_grad():
                 run(buffers)
-        with as_if_capturing.applied() if on_gpu else nullcontext():
-            recording(folding.observer(), lambda: run(buffers))
+        recording(folding.observer(), lambda: run(buffers))
     except CaptureError:
         raise
     except Exception as error:

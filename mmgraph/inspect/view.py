@@ -207,7 +207,7 @@ def _dry_run(encoder: TowerEncoder, key: GraphKey) -> tuple[str | None, str | No
         for name, spec in specs.items()
     }
     try:
-        with as_if_capturing.applied():  # transformers looks into masks otherwise
+        with as_if_capturing(True):  # transformers looks into masks otherwise
             tensors, _ = flatten(encoder.encoder_forward(buffers, key))
     except Exception as error:  # whatever the tower says to a budget
         if "meta tensor" in str(error):

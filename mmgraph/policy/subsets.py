@@ -71,9 +71,7 @@ def _alone(items: list[int], budgets: Sequence[int], prices: Sequence[float]) ->
     return costs[np.searchsorted(budgets, sums)]
 
 
-def _replays(
-    items: list[int], alone: _Costs, cheapest: _Costs
-) -> Iterator[tuple[int, ...]]:
+def _replays(items: list[int], alone: _Costs, cheapest: _Costs) -> Iterator[tuple[int, ...]]:
     """Follow the cheapest divisions from the set of all items down to nothing."""
     inner, _, starts = _pairs()
     left, parts = (1 << len(items)) - 1, np.arange(len(cheapest))

@@ -88,8 +88,27 @@ def test_the_callable_is_warmed_up_on_another_stream_and_recorded_once(
     graph = backend.capture(run, {"x": x})
     graph.replay()
     assert calls == [(False, False), (False, False), (True, False)]
-    assert told == [True] * 3  # a model goes the same way in all of them
+    assert told == [False] * 3  # a model goes the way of eager mode in all of them
     assert torch.cuda.current_stream() == caller
+
+
+def test_what_reads_in_eager_mode_goes_the_way_of_a_capture(
+    backend: CudaBackend, x: torch.Tensor
+) -> None:
+    """As transformers does: unless a stream captures it looks whether a mask masks anything."""
+    told: list[bool] = []
+
+    def run(buffers: Buffers) -> list[torch.Tensor]:
+        told.append(torch.cuda.is_current_stream_capturing())
+        if not told[-1] and bool((buffers["x"] == torch.inf).all()):
+            return [buffers["x"]]
+        return affine(2)(buffers)
+
+    assert_follows(backend.capture(run, {"x": x}), x, 2)
+    assert told == [False, False, True, True, True]
+    told.clear()
+    assert_follows(backend.capture(run, {"x": x}), x, 2)
+    assert told == [True] * 3  # the first way isn't tried again
 
 
 def test_closing_every_graph_and_capturing_again_works(
@@ -280,7 +299,7 @@ def test_a_capture_leaves_the_collector_as_it_is(
 def test_what_is_compiled_for_a_capture_is_compiled_before_it(
     backend: CudaBackend, x: torch.Tensor
 ) -> None:
-    """transformers' ViT has a mask in a capture and none elsewhere: other code for its blocks."""
+    """Also where a model has a mask in a capture and none elsewhere: other code for its blocks."""
     torch._dynamo.reset()
 
     def normalised(y: torch.Tensor) -> torch.Tensor:
@@ -290,6 +309,8 @@ def test_what_is_compiled_for_a_capture_is_compiled_before_it(
 
     def run(buffers: Buffers) -> list[torch.Tensor]:
         captures = torch.cuda.is_current_stream_capturing()
+        if not captures and not bool(buffers["x"].isfinite().all()):
+            return [buffers["x"]]
         guarded = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
         return [(compiled if captures and not guarded else normalised)(buffers["x"])]
 

@@ -261,24 +261,23 @@ def test_a_weak_view_keeps_no_memory() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_models_are_told_that_a_stream_captures_and_the_compiler_is_not(
+def test_models_are_told_whether_a_stream_captures_and_the_compiler_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (torch.cuda, torch.cuda.graphs):
-        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
-
     def asked_by(name: str) -> Any:
         scope: dict[str, Any] = {"__name__": name, "torch": torch}
         exec("answer = torch.cuda.is_current_stream_capturing()", scope)
         return scope["answer"]
 
-    askers = (
-        "transformers.utils.import_utils",
-        "model",
-        "torch._dynamo.convert_frame",
-        "mmgraph.ops",
-    )
-    assert [asked_by(name) for name in askers] == [False] * 4
-    with as_if_capturing.applied():
-        assert [asked_by(name) for name in askers] == [True, True, False, False]
-    assert [asked_by(name) for name in askers] == [False] * 4
+    models = ("transformers.utils.import_utils", "model")
+    others = ("torch._dynamo.convert_frame", "mmgraph.ops", "triton.runtime")
+    for answer in (True, False):
+        for module in (torch.cuda, torch.cuda.graphs):
+            monkeypatch.setattr(module, "is_current_stream_capturing", lambda: not answer)  # noqa: B023
+        with as_if_capturing(answer):
+            assert {asked_by(name) for name in models} == {answer}
+            assert {asked_by(name) for name in others} == {not answer}
+            with as_if_capturing(not answer):
+                assert {asked_by(name) for name in models} == {not answer}
+            assert {asked_by(name) for name in models} == {answer}
+        assert {asked_by(name) for name in models + others} == {not answer}

@@ -115,7 +115,7 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_kernel_with_another_result_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wrong rows behind the last segment are nobody's, and NaN isn't wrong."""
+    """Wrong rows behind the last segment are nobody's, and NaN that came of NaN isn't wrong."""
 
     def dense(query: torch.Tensor, *_: Any) -> torch.Tensor:
         return query * 2
@@ -125,19 +125,26 @@ def test_a_kernel_with_another_result_is_left_out(
         output[48:] = 7
         return output
 
-    kernels = {"flash": dense, "right": right, "wrong": lambda query, *_: query.flip(0)}
+    def wrong(query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return query.flip(0)
+
+    def makes_nan(query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.where(torch.arange(50)[:, None, None] == 7, torch.nan, query * 2)
+
+    kernels = {"flash": dense, "right": right, "wrong": wrong, "NaN": makes_nan}
     for name, kernel in kernels.items():
         monkeypatch.setitem(choice._KERNELS, name, choice._Candidate(kernel, lambda shape: True))
     monkeypatch.setattr(choice, "_milliseconds", lambda run: 1.0)
     shape = AttentionShape(50, 3, 16, 2, 8, torch.float32, uniform=False)
     query = torch.randn(50, 2, 8)
+    query[3] = torch.nan
     for _ in range(2):
         times = choice._time_each(
             list(kernels), shape, (query, query, query, boundaries([16] * 3), 16, None)
         )
         assert times == {"flash": 1.0, "right": 1.0}
     assert [record.getMessage() for record in caplog.records] == [
-        "attention kernel wrong is left out: its result is wrong"
+        f"attention kernel {name} is left out: its result is wrong" for name in ("wrong", "NaN")
     ]
 
 

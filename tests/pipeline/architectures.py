@@ -27,7 +27,6 @@ class Architecture:
         exact: Media for which no budget serves: a graph comes with the second call.
         once_exact: The same with transformers 5.17.
         eager: Media that no graph serves yet, and that had better not be tried on a GPU.
-        eager_on_gpu: Media that no CUDA graph serves, though the backend for CPUs does.
         types: Name of the argument that says which tokens stand for media.
         asked: "about" media that stand in the prompt as tokens, "besides" them, or not at all.
         since: Media that only newer releases of transformers take like this, and which do.
@@ -43,7 +42,6 @@ class Architecture:
     exact: tuple[str, ...] = ()
     once_exact: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
-    eager_on_gpu: tuple[str, ...] = ()
     types: str | None = None
     asked: str | None = "about"
     since: Mapping[str, tuple[int, int]] = field(default_factory=dict)

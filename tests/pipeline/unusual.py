@@ -189,7 +189,6 @@ UNUSUAL = (
             ),
         },
         exact=("images", "clips"),
-        eager_on_gpu=("images",),  # while it is captured it attends in another way
         seed=1,
         quick=("clips",),
     ),

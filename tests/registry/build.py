@@ -44,12 +44,12 @@ def require(entry: Entry) -> None:
         raise Absent(f"{entry.name} needs {entry.library} {entry.since}, this is {version}")
 
 
-def why_eager(entry: Entry, device: str) -> str:
+def why_eager(entry: Entry) -> str:
     """Why no graph serves it with the installed library; empty if one does."""
     version, reason = entry.eager_before
     if _is_older(entry, version):
         return reason
-    return entry.eager or (entry.eager_on_gpu if device == "cuda" else "")
+    return entry.eager
 
 
 def _is_older(entry: Entry, version: str) -> bool:

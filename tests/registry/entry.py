@@ -64,7 +64,6 @@ class Entry:
         budget: Of the one graph of budgets that it gets: rows, or tokens if it is packed.
         since: First version of the library seen to run it, if the oldest we support doesn't.
         eager: Why no graph serves it; empty if one does.
-        eager_on_gpu: The same for a GPU.
         eager_before: The same for versions of the library before the first of the two.
     """
 
@@ -81,5 +80,4 @@ class Entry:
     budget: int = 4
     since: str = ""
     eager: str = ""
-    eager_on_gpu: str = ""
     eager_before: tuple[str, str] = ("0.0", "")

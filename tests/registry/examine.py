@@ -25,7 +25,7 @@ __all__ = ["examine", "with_nan"]
 @torch.no_grad()
 def examine(subject: Subject, outcome: Outcome) -> None:
     """Fill `outcome`; whatever goes wrong is among its problems."""
-    eager = why_eager(subject.entry, subject.device)
+    eager = why_eager(subject.entry)
     if eager and not find_towers(subject.model):
         outcome.why = f"no tower is found: {eager}"
         return

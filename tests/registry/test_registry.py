@@ -40,7 +40,7 @@ def test_an_encoder_is_served_as_in_eager_mode(
         outcome.problems.append(f"{type(error).__name__}: {error}"[:200])
         raise
     assert not outcome.problems
-    assert (outcome.graph == "eager") == bool(why_eager(entry, device)), outcome.why
+    assert (outcome.graph == "eager") == bool(why_eager(entry)), outcome.why
     _compare_with_documents(entry, device, outcome, recorder)
 
 

@@ -150,7 +150,6 @@ ENTRIES = [
         config=PHI4_MULTIMODAL,
         through="tower",
         tower="embed_tokens_extend.image_embed.img_processor",
-        eager_on_gpu="with a mask that masks nothing it attends in another way while captured",
     ),
     _rows(
         "aria",
