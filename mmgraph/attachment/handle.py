@@ -84,16 +84,15 @@ class Handle:
         self.model = model
         self.config = config
         self._backends: dict[torch.device, GraphBackend] = {}
-        self._preparations = {tower: _prepare(tower, config) for tower in towers}
-        self._watches = {tower: TowerWatch(tower.module) for tower in towers}
-        self._methods = [
-            self._make_method(encoder_for(tower, method, preparation, self._watches[tower]))
-            for tower, preparation in self._preparations.items()
-            for method in all_methods(tower)
-        ]
-        for method in self._methods:
-            method.install()
+        self._preparations: dict[Tower, Preparation] = {}
+        self._watches: dict[Tower, TowerWatch] = {}
+        self._methods: list[AttachedMethod] = []
         self._attached = True
+        try:
+            self._attach(towers)
+        except BaseException:
+            self.detach()
+            raise
         register(self, *self._methods)
 
     @property
@@ -272,6 +271,17 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+    def _attach(self, towers: Sequence[Tower]) -> None:
+        for tower in towers:
+            watch = self._watches[tower] = TowerWatch(tower.module)
+            preparation = self._preparations[tower] = _prepare(tower, self.config)
+            self._methods += [
+                self._make_method(encoder_for(tower, method, preparation, watch))
+                for method in all_methods(tower)
+            ]
+        for method in self._methods:
+            method.install()
 
     def _make_method(self, encoder: TowerEncoder) -> AttachedMethod:
         problem = encoder.check_placement()

@@ -163,9 +163,16 @@ class AlignedWeights:
             and _is_misaligned(layer)
             and not any(id(p) in tied for p in layer.parameters())
         ]
-        self._products = [_Product(group) for group in groups]
-        self._families = _widen(module, self._products)
+        self._products: list[_Product] = []
+        self._families: list[_Family] = []
         """Products that count on each other's width."""
+        try:
+            for group in groups:
+                self._products.append(_Product(group))
+            self._families += _widen(module, self._products)
+        except BaseException:  # out of memory, say
+            self.undo()
+            raise
 
     def __len__(self) -> int:
         return sum(len(product.layers) for product in self._products if product.widths)

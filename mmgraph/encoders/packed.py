@@ -64,6 +64,7 @@ class PackedEncoder(TowerEncoder):
     def exact_forward(self, **mm_kwargs: Any) -> Any:
         """Call the tower with one attention call for all segments, whatever it is set to."""
         with (
+            self.preparation.turns.alone(),
             _attention_implementation(self.tower.module, VARLEN_ATTENTION),
             attending(choices=self.preparation.attention),
         ):
@@ -152,6 +153,7 @@ class PackedEncoder(TowerEncoder):
         bounds = zip(key.segment_capacity, key.max_seqlen, key.uniform, strict=False)
         uniform = frozenset((count, longest) for count, longest, same in bounds if same)
         with (
+            self.preparation.turns.alone(),
             _attention_implementation(self.tower.module, VARLEN_ATTENTION),
             attending(uniform, self.preparation.attention),
         ):

@@ -18,6 +18,7 @@ from mmgraph.encoders.activation import FusedActivations
 from mmgraph.encoders.align import AlignedWeights
 from mmgraph.encoders.blocks import compiled_blocks, find_blocks
 from mmgraph.encoders.patch_embed import linear_patch_embeddings
+from mmgraph.encoders.turns import Turns
 from mmgraph.errors import CaptureError
 from mmgraph.log import get_logger
 from mmgraph.ops import AttentionChoice, AttentionShape
@@ -52,9 +53,17 @@ class Preparation:
         compile_blocks: bool = False,
         choose_attention: bool = False,
     ) -> None:
+        self.turns = Turns()
+        """Whose turn it is to run the tower: eager calls, or captures that alter it."""
         self._module = module
         self._name = name
-        self._weights = AlignedWeights(module, pad=align_weights, merge=merge_weights)
+        self._no_room = False
+        try:
+            self._weights = AlignedWeights(module, pad=align_weights, merge=merge_weights)
+        except torch.OutOfMemoryError as error:
+            _logger.warning("%s: weights stay where they are: %s", name, error)
+            self._no_room = True
+            self._weights = AlignedWeights(module, pad=False)
         self._activations = (
             FusedActivations(module, self._weights.layers) if fuse_activations else None
         )
@@ -116,6 +125,8 @@ class Preparation:
     def describe(self) -> list[str]:
         """What is done to the tower, a line each."""
         lines = []
+        if self._no_room:
+            lines.append("weights stay where they are: no memory to move them")
         if self._weights.widths:
             widths = ", ".join(f"{n} to {m}" for n, m in self._weights.widths.items())
             lines.append(f"{len(self._weights)} linear layers on padded weights ({widths})")
@@ -136,6 +147,7 @@ class Preparation:
     @contextmanager
     def _applied(self, *, compiled: bool) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(self.turns.alone())
             stack.enter_context(linear_patch_embeddings(self._module))
             stack.enter_context(self._weights.applied())
             if self._activations is not None:

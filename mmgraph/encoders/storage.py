@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -64,4 +65,5 @@ def release(
     with torch.inference_mode(False), torch.no_grad():  # in this order
         for parameter, start in zip(parameters, starts, strict=True):
             if parameter is not None and storage.holds(parameter, start):  # or it was replaced
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+                with suppress(torch.OutOfMemoryError):  # then it stays a view of the same numbers
+                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

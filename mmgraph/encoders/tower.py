@@ -128,7 +128,7 @@ class TowerEncoder(ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method as it was when the encoder was made, in eager mode."""
-        with eager_towers():
+        with eager_towers(), self.preparation.turns.together():
             return self._original(*args, **kwargs)
 
     def embed_multimodal(self, **mm_kwargs: Any) -> Any:

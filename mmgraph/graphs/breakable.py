@@ -1,14 +1,15 @@
 """Breakable captures by backend.
 
 On a GPU each segment is a CUDA graph in the backend's pool, recorded and replayed on its capture
-stream; the whole capture is ordered after replays on other streams, whose memory it shares. Its
-warm-up runs without the guard, because what breaks do may well read data on the host.
+stream; the whole capture is ordered after replays on other streams, whose memory it shares. In the
+last warm-up the guard looks at segments only: what breaks do may well read data on the host.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import singledispatch
 
 import torch
@@ -16,13 +17,14 @@ import torch
 from mmgraph.errors import CaptureError, ConfigError
 from mmgraph.graphs.backend import GraphBackend, Runnable
 from mmgraph.graphs.cuda import CudaBackend, CudaGraph, abandon
+from mmgraph.graphs.guard import CaptureGuard
+from mmgraph.graphs.recorders import ModesRecorder
 from mmgraph.graphs.segments import BreakableGraph, SegmentRecorder, recording
 from mmgraph.graphs.tape import TapeRecorder
 from mmgraph.graphs.trace import TraceBackend
 
 __all__ = ["capture_breakable"]
 
-_WARM_UPS = 2
 Wrap = Callable[[SegmentRecorder], SegmentRecorder]
 
 
@@ -85,15 +87,19 @@ def _on_cuda(
 def _record_on_cuda(
     backend: CudaBackend, run: Runnable, buffers: Mapping[str, torch.Tensor], wrap: Wrap
 ) -> BreakableGraph:
+    def guarded() -> None:
+        run(buffers)
+        recording(ModesRecorder(None, CaptureGuard()), lambda: run(buffers))
+
+    def as_observed() -> None:
+        for _ in range(2):
+            run(buffers)
+
+    observed = wrap is not _as_it_is  # by whoever wraps: what is read is folded, the way is found
     with torch.no_grad(), backend.ordered(), backend.on_capture_stream():
-        try:
-            for _ in range(_WARM_UPS):
-                run(buffers)
-            backend.synchronize()
-        except Exception as error:
-            raise CaptureError(f"the warm-up before a capture failed: {error}") from error
+        backend.warm_up(as_observed if observed else lambda: backend.way.find(guarded))
         before = backend.reserved_bytes()
-        with backend.undone_on_failure():
+        with backend.undone_on_failure(), nullcontext() if observed else backend.way.taken():
             graph = recording(wrap(_CudaRecorder(backend)), lambda: run(buffers))
         graph.num_bytes = max(0, backend.reserved_bytes() - before)
         return graph

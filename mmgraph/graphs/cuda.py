@@ -32,8 +32,8 @@ import torch
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_out_of_memory
 from mmgraph.graphs.gc_freeze import clean_up, undisturbed
-from mmgraph.graphs.guard import CaptureGuard, HostAccess
-from mmgraph.graphs.patch import as_if_capturing
+from mmgraph.graphs.guard import CaptureGuard
+from mmgraph.graphs.ways import Way
 from mmgraph.graphs.weak import weak_view
 
 __all__ = ["CudaBackend", "CudaGraph", "abandon"]
@@ -124,9 +124,9 @@ class CudaBackend(GraphBackend):
         super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
+        self.way = Way()
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._as_captured = False  # which way models go, see as_if_capturing
         self._live = 0
         self._inside = 0
         self._lock = threading.RLock()
@@ -207,18 +207,18 @@ class CudaBackend(GraphBackend):
     def _warm_up_and_record(
         self, run: Runnable, buffers: Mapping[str, torch.Tensor]
     ) -> CapturedGraph:
-        try:
-            self._warm_up(run, buffers)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"the warm-up before a capture failed: {error}") from error
+        def runs() -> None:
+            run(buffers)
+            with CaptureGuard():
+                run(buffers)
+
+        self.warm_up(lambda: self.way.find(runs))
         before = self.reserved_bytes()
         with self.undone_on_failure():
             graph = torch.cuda.CUDAGraph()
             try:
                 self.begin(graph)
-                with as_if_capturing(self._as_captured):
+                with self.way.taken():
                     outputs = run(buffers)
                 self.about_to_end()
                 graph.capture_end()
@@ -227,26 +227,19 @@ class CudaBackend(GraphBackend):
                 raise
             return self.end(graph, outputs, max(0, self.reserved_bytes() - before))
 
-    def _warm_up(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Run twice as it will be recorded: the way of eager mode, if that can be captured."""
-        try:
-            self._run_twice(run, buffers)
-        except HostAccess:
-            if self._as_captured:
-                raise
-            self._as_captured = True  # and stays so: models read in one call what they do in all
-            try:
-                self._run_twice(run, buffers)
-            except BaseException:
-                self._as_captured = False
-                raise
-        self.synchronize()
+    def warm_up(self, runs: Callable[[], object]) -> None:
+        """Do what comes before a recording.
 
-    def _run_twice(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> None:
-        with as_if_capturing(self._as_captured):
-            run(buffers)
-            with CaptureGuard():
-                run(buffers)
+        Raises:
+            CaptureError: It failed.
+        """
+        try:
+            runs()
+            self.synchronize()
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"the warm-up before a capture failed: {error}") from error
 
     def _closed(self, pool: _Pool) -> None:
         with self._lock:

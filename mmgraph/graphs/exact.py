@@ -17,8 +17,8 @@ from mmgraph.graphs.backend import GraphBackend, Runnable
 from mmgraph.graphs.breakable import capture_breakable
 from mmgraph.graphs.folding import Folding
 from mmgraph.graphs.operations import ReadsContents
-from mmgraph.graphs.patch import as_if_capturing
 from mmgraph.graphs.segments import BreakableGraph, breaks_at, recording
+from mmgraph.graphs.ways import as_if_capturing
 
 __all__ = ["capture_exact", "capture_folded"]
 

@@ -12,6 +12,7 @@ tries again. docs/benchmarks/ has what the collections cost.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,6 +39,34 @@ _CLEANING = (
 )
 
 
+class _Collector:
+    """The collector, off while any thread needs it to be: the last one turns it on again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._was_on = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Keep it off within the block."""
+        with self._lock:
+            if not self._users:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users and self._was_on:
+                    gc.enable()
+
+
+_collector = _Collector()
+
+
 @contextmanager
 def freeze_gc_for_cudagraph_capture() -> Iterator[None]:
     """Freeze and disable the collector around many captures; undo it on every way out.
@@ -49,33 +78,26 @@ def freeze_gc_for_cudagraph_capture() -> Iterator[None]:
     if gc_during_capture():
         yield
         return
-    was_enabled, was_frozen = gc.isenabled(), frozen_by_somebody()
-    gc.disable()
-    if not was_frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
+    with _collector.off():
+        was_frozen = frozen_by_somebody()
         if not was_frozen:
-            gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+            gc.freeze()
+        try:
+            yield
+        finally:
+            if not was_frozen:
+                gc.unfreeze()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Record within the block: no collection starts, and this thread's calls for one do nothing."""
-    disabled = gc.isenabled() and not gc_during_capture()
-    if disabled:
-        gc.disable()
-    try:
-        with ExitStack() as stack:
-            for patch in _CLEANING:
-                stack.enter_context(patch.applied())
-            yield
-    finally:
-        if disabled:
-            gc.enable()
+    with ExitStack() as stack:
+        if not gc_during_capture():
+            stack.enter_context(_collector.off())
+        for patch in _CLEANING:
+            stack.enter_context(patch.applied())
+        yield
 
 
 def frozen_by_somebody() -> bool:

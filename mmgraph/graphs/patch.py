@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
-import torch
-
-__all__ = ["ThreadPatch", "as_if_capturing"]
+__all__ = ["ThreadPatch"]
 
 
 class ThreadPatch:
@@ -62,34 +58,3 @@ class ThreadPatch:
             return original(*args, **kwargs)
 
         return patched
-
-
-@contextmanager
-def as_if_capturing(answer: bool) -> Iterator[None]:
-    """Within the block models are told, in this thread, that a stream captures or that none does.
-
-    transformers takes other ways through its code while a stream captures, with other masks and
-    shapes. Told that none does, a model goes the way of eager mode, which is the faster one where
-    it can be captured. The other way reads less on the host. Warm-ups have to go the way of the
-    capture: what they don't compile, tune and allocate is compiled, tuned and allocated in the
-    capture otherwise, which ends it.
-    """
-    token = _answer.set(answer)
-    try:
-        with _told.applied():
-            yield
-    finally:
-        _answer.reset(token)
-
-
-def _unless_it_is_asked_by_us() -> bool:
-    caller = sys._getframe(2).f_globals.get("__name__", "")  # behind the patch
-    if caller.startswith(_NOT_MODELS):
-        return torch.cuda.graphs.is_current_stream_capturing()
-    return _answer.get()
-
-
-_NOT_MODELS = ("torch.", "mmgraph.", "triton.", "torchao.", "bitsandbytes.", "flash_attn.")
-"""Who has to know: the compiler, for one, refuses to compile while a stream really captures."""
-_answer: ContextVar[bool] = ContextVar("mmgraph_as_if_capturing", default=False)
-_told = ThreadPatch(torch.cuda, "is_current_stream_capturing", _unless_it_is_asked_by_us)

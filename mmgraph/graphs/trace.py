@@ -29,6 +29,9 @@ from mmgraph.graphs.guard import HostAccess
 
 __all__ = ["TraceBackend"]
 
+_one_at_a_time = threading.RLock()
+"""torch.fx traces in one thread at a time."""
+
 
 class TracedGraph(CapturedGraph):
     """A torch.fx recording bound to its buffers."""
@@ -69,7 +72,7 @@ class TraceBackend(GraphBackend):
             return outputs
 
         try:
-            with torch.no_grad():
+            with _one_at_a_time, torch.no_grad():
                 with _WeightReads():  # also fills the model's caches: no fake tensor may get there
                     run(buffers)
                 module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(

@@ -22,7 +22,12 @@ from mmgraph.env import debug_enabled
 from mmgraph.errors import CaptureError, ConfigError, ReplayError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable
 from mmgraph.graphs.breakable import capture_breakable
-from mmgraph.graphs.modes import BatchDescriptor, CUDAGraphMode, current_forward_context
+from mmgraph.graphs.modes import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    ForwardContext,
+    current_forward_context,
+)
 from mmgraph.graphs.segments import without_breaks
 from mmgraph.graphs.trees import Rebuild, flatten
 
@@ -52,23 +57,29 @@ class _GraphWrapper(ABC):
         context = current_forward_context()
         if context is None or _capturing.get() or not self._serves(context.mode):
             return self.runnable(*args, **kwargs)
-        recorded = self._graphs.get(context.descriptor)
-        if recorded is None:
-            if not context.capture_allowed:
-                raise CaptureError(
-                    f"there is no {context.mode.name} graph for {context.descriptor}, and this "
-                    "context doesn't allow capturing one: capture it beforehand, or dispatch the "
-                    "batch in mode NONE"
-                )
-            with _inside_a_capture():
-                recorded = _Recorded.capture(self.runnable, args, kwargs, self._record)
-            self._graphs[context.descriptor] = recorded
-            context.log.captured(partial(self._free, context.descriptor))
-        elif self._debug:
-            recorded.check(args, kwargs)
-        context.log.served += 1
-        with self._backend.ordered():
+        with self._backend.ordered():  # other threads may be asking for the same graph
+            recorded = self._graphs.get(context.descriptor)
+            if recorded is None:
+                recorded = self._captured(context, args, kwargs)
+            elif self._debug:
+                recorded.check(args, kwargs)
+            context.log.served += 1
             return recorded.replay()
+
+    def _captured(
+        self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Recorded:
+        descriptor = context.descriptor
+        if not context.capture_allowed:
+            raise CaptureError(
+                f"there is no {context.mode.name} graph for {descriptor}, and this context doesn't "
+                "allow capturing one: capture it beforehand, or dispatch the batch in mode NONE"
+            )
+        with _inside_a_capture():
+            recorded = _Recorded.capture(self.runnable, args, kwargs, self._record)
+        self._graphs[descriptor] = recorded
+        context.log.captured(partial(self._free, descriptor))
+        return recorded
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":  # not made yet, while unpickling or copying
@@ -88,10 +99,9 @@ class _GraphWrapper(ABC):
         return inner
 
     def clear(self) -> None:
-        """Free all graphs."""
-        for recorded in self._graphs.values():
-            recorded.graph.close()
-        self._graphs.clear()
+        """Free all graphs; what they returned last goes with them."""
+        for descriptor in self.descriptors:
+            self._free(descriptor)
 
     def _free(self, descriptor: BatchDescriptor) -> None:
         recorded = self._graphs.pop(descriptor, None)

@@ -18,7 +18,7 @@ from mmgraph.encoders.blocks import find_blocks
 from mmgraph.encoders.placement import main_dtype
 from mmgraph.errors import UnsupportedModelError
 from mmgraph.graphs import flatten
-from mmgraph.graphs.patch import as_if_capturing
+from mmgraph.graphs.ways import as_if_capturing
 from mmgraph.manager import EncoderCudaGraphManager
 from mmgraph.types import GraphKey, Refusal
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from mmgraph import freeze_gc_for_cudagraph_capture
-from mmgraph.graphs.gc_freeze import frozen_by_somebody
+from mmgraph.graphs.gc_freeze import frozen_by_somebody, undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,24 @@ def test_an_inner_block_leaves_the_outer_one_frozen() -> None:
         with freeze_gc_for_cudagraph_capture():
             pass
         assert frozen_by_somebody()
+
+
+def test_it_stays_off_until_the_last_thread_is_done() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def freeze() -> None:
+        with freeze_gc_for_cudagraph_capture():
+            entered.set()
+            assert leave.wait(10)
+
+    other = threading.Thread(target=freeze)
+    other.start()
+    assert entered.wait(10)
+    with undisturbed():
+        leave.set()
+        other.join()
+        assert not gc.isenabled(), "a graph is being recorded"
+    assert gc.isenabled()
 
 
 def test_what_its_user_had_frozen_stays_frozen() -> None:

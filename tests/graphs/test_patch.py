@@ -22,7 +22,7 @@ from mmgraph.graphs import (
 )
 from mmgraph.graphs.gc_freeze import undisturbed
 from mmgraph.graphs.modes import BatchDescriptor, forward_context
-from mmgraph.graphs.patch import ThreadPatch, as_if_capturing
+from mmgraph.graphs.patch import ThreadPatch
 from mmgraph.graphs.weak import weak_view
 
 Function = Callable[..., Any]
@@ -259,25 +259,3 @@ def test_a_weak_view_keeps_no_memory() -> None:
     assert torch.cuda.memory_allocated() == before
     del view
     assert torch.cuda.memory_allocated() == before
-
-
-def test_models_are_told_whether_a_stream_captures_and_the_compiler_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def asked_by(name: str) -> Any:
-        scope: dict[str, Any] = {"__name__": name, "torch": torch}
-        exec("answer = torch.cuda.is_current_stream_capturing()", scope)
-        return scope["answer"]
-
-    models = ("transformers.utils.import_utils", "model")
-    others = ("torch._dynamo.convert_frame", "mmgraph.ops", "triton.runtime")
-    for answer in (True, False):
-        for module in (torch.cuda, torch.cuda.graphs):
-            monkeypatch.setattr(module, "is_current_stream_capturing", lambda: not answer)  # noqa: B023
-        with as_if_capturing(answer):
-            assert {asked_by(name) for name in models} == {answer}
-            assert {asked_by(name) for name in others} == {not answer}
-            with as_if_capturing(not answer):
-                assert {asked_by(name) for name in models} == {not answer}
-            assert {asked_by(name) for name in models} == {answer}
-        assert {asked_by(name) for name in models + others} == {not answer}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from mmgraph import CaptureError, ConfigError, ReplayError
 from mmgraph.graphs import (
     BatchDescriptor,
+    BreakableCUDAGraphWrapper,
     CUDAGraphMode,
     CUDAGraphWrapper,
     GraphBackend,
@@ -88,6 +91,27 @@ def test_it_captures_once_a_descriptor_and_then_replays(
     assert wrapper.descriptors == [BATCH, OTHER]
 
 
+def test_threads_that_ask_for_one_graph_get_one(
+    model: Model, backend: GraphBackend, device: str
+) -> None:
+    """Those that ask for others capture one after the other."""
+    wrappers = [CUDAGraphWrapper(model, FULL, backend=backend) for _ in range(2)]
+    inputs = call(device)
+    expected, start = model(**inputs), threading.Barrier(6)
+    opened: list[int] = []
+
+    def ask(number: int) -> None:
+        start.wait(10)
+        with forward_context(FULL, BATCH, capture_allowed=True) as context, backend.ordered():
+            assert_equal(wrappers[number % 2](**inputs), expected)
+            opened.append(context.log.num_captured)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    assert sum(opened) == 2
+    assert [wrapper.descriptors for wrapper in wrappers] == [[BATCH]] * 2
+
+
 def test_a_capture_that_is_not_allowed_is_a_clear_error(
     model: Model, backend: GraphBackend, device: str
 ) -> None:
@@ -158,6 +182,43 @@ def test_nested_wrappers_each_have_their_mode(
         assert captured.descriptors == [BATCH]
     assert outer.unwrap() is model
     assert inner.unwrap() is model
+
+
+def test_a_mode_that_is_raised_later_finds_its_wrapper_installed(
+    model: Model, backend: GraphBackend, device: str
+) -> None:
+    """Both are there from the start; the context alone decides, forward by forward."""
+    inner = BreakableCUDAGraphWrapper(model, PIECEWISE, backend=backend)
+    outer, inputs = CUDAGraphWrapper(inner, FULL, backend=backend), call(device)
+
+    def dispatch(setting: CUDAGraphMode) -> None:
+        modes = {FULL: setting.has_full_cudagraphs(), PIECEWISE: setting.has_piecewise_cudagraphs()}
+        for mode, is_wanted in modes.items():
+            with forward_context(mode if is_wanted else NONE, BATCH, capture_allowed=True):
+                assert_equal(outer(**inputs), model(**inputs))
+
+    dispatch(FULL)
+    assert (outer.descriptors, inner.descriptors) == ([BATCH], [])
+    dispatch(CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert (outer.descriptors, inner.descriptors) == ([BATCH], [BATCH])
+
+
+def test_a_draft_that_is_dispatched_in_pieces_is_captured_beside_a_full_target(
+    model: Model, backend: GraphBackend, device: str
+) -> None:
+    draft = BreakableCUDAGraphWrapper(model, backend=backend)
+    target, inputs = CUDAGraphWrapper(model, FULL, backend=backend), call(device)
+    with forward_context(FULL, BATCH, capture_allowed=True):
+        assert_equal(target(**inputs), model(**inputs))
+        with forward_context(PIECEWISE, BATCH, capture_allowed=True):
+            assert_equal(draft(**inputs), model(**inputs))
+    assert target.descriptors == draft.descriptors == [BATCH]
+    runs = model.runs
+    with forward_context(FULL, BATCH):
+        target(**inputs)
+        with forward_context(PIECEWISE, BATCH):
+            draft(**inputs)
+    assert model.runs == runs
 
 
 def test_unwrap_is_not_fooled_by_a_foreign_object(backend: GraphBackend) -> None:
