@@ -40,11 +40,13 @@ class GraphConfig:
 
     token_budgets: tuple[int, ...] | None = None
     """Sizes of the graphs in tokens of the tower (packed patches, or rows x tokens a row),
-    ascending; ``None`` infers a ladder from the model."""
+    ascending; ``None`` infers a ladder from the model. They hold for all encoders of a model; for
+    those with rows each is rounded down to whole rows."""
 
     row_budgets: tuple[int, ...] | None = None
     """For towers with independent rows (fixed-size images, tiles, frames): batch sizes to capture,
-    ascending; ``None`` means 1, 2, 4, 8, 16, 32, unless `token_budgets` is given."""
+    ascending; ``None`` means 1, 2, 4, 8, 16, 32, unless `token_budgets` is given. Where both are,
+    towers with rows go by this and packed towers by the other."""
 
     on_change: OnChange = "recapture"
     """When an encoder isn't what was captured any more (weights replaced or moved, submodules or
@@ -115,6 +117,9 @@ class GraphConfig:
         for name in ("token_budgets", "row_budgets"):
             if isinstance(getattr(self, name), list):  # hashable, like every other setting
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        for setting in fields(self):
+            if isinstance(setting.default, bool):
+                _check_switch(setting.name, getattr(self, setting.name))
         _check_positive("max_items", self.max_items)
         _check_positive("max_graphs", self.max_graphs)
         if self.max_graph_bytes is not None:
@@ -161,15 +166,12 @@ def _settings_in(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the file is no JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"settings must be a JSON object, got {data!r:.40}")
-    known = {setting.name: setting.default for setting in fields(GraphConfig)}
+    known = {setting.name for setting in fields(GraphConfig)}
     unknown = [name for name in data if name not in known]
     if unknown:
         raise ConfigError(
             f"there is no setting {unknown[0]!r}: GraphConfig has {', '.join(sorted(known))}"
         )
-    for name, value in data.items():
-        if isinstance(known[name], bool) and not isinstance(value, bool):
-            raise ConfigError(f"{name} must be true or false, got {value!r}")
     return data
 
 
@@ -192,6 +194,11 @@ def _check_budgets(name: str, budgets: tuple[int, ...] | None) -> None:
 def _check_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_switch(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def _check_count(name: str, value: int) -> None:

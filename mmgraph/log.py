@@ -21,10 +21,12 @@ class WarnOnce:
         self._seen: set[object] = set()
         self._lock = threading.Lock()
 
-    def __call__(self, topic: object, message: str, *args: object) -> None:
-        """Warn with `message % args` unless `topic` was warned about before."""
+    def __call__(
+        self, topic: object, message: str, *args: object, level: int = logging.WARNING
+    ) -> None:
+        """Log `message % args` at `level` unless `topic` was logged before."""
         with self._lock:
             if topic in self._seen:
                 return
             self._seen.add(topic)
-        self._logger.warning(message, *args)
+        self._logger.log(level, message, *args)

@@ -18,6 +18,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EncoderStats], float]]] = {
     "mmgraph_calls": ("Calls of the encoder", lambda s: s.calls),
     "mmgraph_items": ("Items seen: hits and misses", lambda s: s.items),
     "mmgraph_hits": ("Items served by a replay", lambda s: s.hits),
+    "mmgraph_replays": ("Replays, also of graphs that are gone", lambda s: s.replays),
     "mmgraph_tokens": ("Real tokens replayed", lambda s: s.tokens),
     "mmgraph_padding_tokens": ("Tokens replayed that belonged to no item", lambda s: s.padding),
 }

@@ -75,6 +75,7 @@ class EncoderStats:
         calls: Calls of the encoder.
         hits: Items served by a replay.
         misses: Items served in eager mode, by reason.
+        replays: Replays, also of graphs that are gone.
         tokens: Real tokens replayed.
         padding: Tokens replayed that belonged to no item.
         graphs: One record a graph that is held now.
@@ -87,6 +88,7 @@ class EncoderStats:
     calls: int = 0
     hits: int = 0
     misses: dict[Reason, int] = field(default_factory=dict)
+    replays: int = 0
     tokens: int = 0
     padding: int = 0
     graphs: tuple[GraphRecord, ...] = ()
@@ -102,6 +104,7 @@ class EncoderStats:
             calls=sum(p.calls for p in parts),
             hits=sum(p.hits for p in parts),
             misses=_sum(p.misses for p in parts),
+            replays=sum(p.replays for p in parts),
             tokens=sum(p.tokens for p in parts),
             padding=sum(p.padding for p in parts),
             graphs=tuple(graph for p in parts for graph in p.graphs),
@@ -114,11 +117,6 @@ class EncoderStats:
     def items(self) -> int:
         """Items seen."""
         return self.hits + sum(self.misses.values())
-
-    @property
-    def replays(self) -> int:
-        """Replays of the graphs that are held now."""
-        return sum(graph.replays for graph in self.graphs)
 
     @property
     def graph_bytes(self) -> int:
@@ -148,6 +146,7 @@ class EncoderStats:
             "items": self.items,
             "hits": self.hits,
             "misses": {reason.name: n for reason, n in self.misses.items()},
+            "replays": self.replays,
             "tokens": self.tokens,
             "padding": self.padding,
             "graphs": [graph.to_dict() for graph in self.graphs],
@@ -210,7 +209,7 @@ class StatsRecorder:
 
     def reset(self) -> None:
         """Set every counter to zero."""
-        self._calls = self._hits = self._tokens = self._padding = 0
+        self._calls = self._hits = self._num_replays = self._tokens = self._padding = 0
         self._misses: Counter[Reason] = Counter()
         self._replays: Counter[GraphKey] = Counter()
         self._tokens_by_key: Counter[GraphKey] = Counter()
@@ -238,6 +237,7 @@ class StatsRecorder:
         """Count a replay of `key` that served `num_items` items of `num_tokens` tokens in all."""
         with self._lock:
             self._hits += num_items
+            self._num_replays += 1
             self._tokens += num_tokens
             self._padding += key.token_budget - num_tokens
             self._replays[key] += 1
@@ -269,6 +269,7 @@ class StatsRecorder:
                 calls=self._calls,
                 hits=self._hits,
                 misses={reason: n for reason, n in self._misses.items() if n},
+                replays=self._num_replays,
                 tokens=self._tokens,
                 padding=self._padding,
                 graphs=graphs,

@@ -37,7 +37,7 @@ class Reason(Enum):
     UNSUPPORTED_MODEL = "the encoder can't be captured"
     UNSUPPORTED_CALL = "the call has arguments that a graph can't take"
     NO_ITEMS = "the call holds no items"
-    NOT_CAPTURED = "no captured graph is large enough"
+    NOT_CAPTURED = "no graph that could hold it is captured"
     ABOVE_BUDGET = "the item is larger than every budget"
     GRAPH_LIMIT = "max_graphs is reached"
     CAPTURE_FAILED = "capture failed earlier"

@@ -208,7 +208,7 @@ class Bench:
         settings = GraphConfig(
             token_budgets=budgets,
             max_graphs=len(budgets),
-            max_items=min(8, budgets[-1]),
+            max_items=max(1, min(8, budgets[-1] // 4)),
             **_USUAL,
             **config,
         )

@@ -76,7 +76,7 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
     return {
         "tests": Part((*pytest, "-m", "gpu", "tests", *others), 300),
         "pipeline": Part((*pytest, "-m", "gpu", "tests/pipeline"), 180),
-        "registry": Part((*pytest, "-m", "gpu", *registry), 120),
+        "registry": Part((*pytest, "-m", "gpu and not slow", *registry), 120),
         "whole-registry": Part((*pytest, "-m", "gpu and slow", "tests/registry"), 240),
         "demo": Part((*module, "mmgraph", "demo"), 180),
         "bench": Part((*module, "mmgraph", "bench", "-n", "10", "--out", str(out / "bench")), 600),

@@ -134,7 +134,7 @@ def test_a_closed_gate_needs_no_valid_budgets_and_makes_no_manager() -> None:
 
 
 def test_parts_are_built_with_what_was_given() -> None:
-    backend, config = MeasuredBackend(), GraphConfig(token_budgets=(8,))
+    backend, config = MeasuredBackend(), GraphConfig(token_budgets=(8,), max_items=4)
     state = build(config, make_encoder(), backend=backend, timing=True)
     assert type(state.manager) is EncoderCudaGraphManager
     assert type(state.runner) is EncoderRunner

@@ -1,4 +1,4 @@
-"""``mmgraph.attach`` and the handle it returns."""
+"""What ``mmgraph.attach`` returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from mmgraph.encoders import (
     TowerEncoder,
     TowerWatch,
     encoder_for,
-    find_towers,
     first_parameter,
     placement_problem,
 )
@@ -37,44 +36,9 @@ from mmgraph.state import EncoderState
 from mmgraph.stats import EncoderStats
 from mmgraph.types import Reason
 
-__all__ = ["Handle", "attach"]
+__all__ = ["Handle"]
 
 _logger = get_logger(__name__)
-
-
-def attach(model: Any, config: GraphConfig | None = None) -> Handle:
-    """Let the encoders of `model` run from captured graphs.
-
-    Args:
-        model: A model of transformers (a VLM, an audio model or a pure encoder), a timm model, or
-            a transformers pipeline around one.
-        config: Settings; the defaults capture each size when it is first seen.
-
-    Returns:
-        The handle, which is also a context manager: leaving it detaches.
-
-    Raises:
-        UnsupportedModelError: The model holds no encoder that mmgraph knows how to call.
-        ConfigError: It is attached already, or the settings don't fit it.
-        CaptureError: With ``capture="upfront"``: an encoder can't be captured at all.
-    """
-    config = config or GraphConfig()
-    module = _module_of(model)
-    towers = find_towers(module)
-    if not towers:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} holds no encoder: mmgraph looks for modules whose forward "
-            "takes pixel_values, input_features or (hidden_states, grid_thw) and no text"
-        )
-    _refuse_attached(towers)
-    handle = Handle(module, towers, config)
-    if config.capture == "upfront":
-        try:
-            handle.capture()
-        except BaseException:
-            handle.detach()
-            raise
-    return handle
 
 
 class Handle:
@@ -111,7 +75,9 @@ class Handle:
 
         Raises:
             CaptureError: An encoder can't be captured.
+            ConfigError: The handle is detached.
         """
+        self._check_attached()
         managers = self.prepare_capture()
         total = sum(len(manager.upfront.keys_with_room()) for manager in managers)
         with tqdm(total=total, desc="capture", disable=not self.config.progress) as bar:
@@ -128,7 +94,11 @@ class Handle:
             with handle.capturing():
                 for inputs in typical_inputs:
                     model.generate(**inputs, max_new_tokens=1)
+
+        Raises:
+            ConfigError: The handle is detached.
         """
+        self._check_attached()
         with ExitStack() as stack:
             stack.enter_context(freeze_gc_for_cudagraph_capture())
             for method in self._methods:
@@ -197,7 +167,7 @@ class Handle:
 
     def is_captured(self) -> bool:
         """Whether calls may be replayed."""
-        return any(m.manager is not None and m.manager.is_captured() for m in self._methods)
+        return self._attached and any(manager.is_captured() for manager in self._managers())
 
     def supports_modality(self, modality: str) -> bool:
         """Whether an encoder of the model takes items of `modality`."""
@@ -267,6 +237,7 @@ class Handle:
         self._backends.clear()
 
     def __enter__(self) -> Handle:
+        self._check_attached()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -274,8 +245,8 @@ class Handle:
 
     def _attach(self, towers: Sequence[Tower]) -> None:
         for tower in towers:
-            watch = self._watches[tower] = TowerWatch(tower.module)
             preparation = self._preparations[tower] = _prepare(tower, self.config)
+            watch = self._watches[tower] = TowerWatch(tower.module)  # after weights have moved
             self._methods += [
                 self._make_method(encoder_for(tower, method, preparation, watch))
                 for method in all_methods(tower)
@@ -294,6 +265,10 @@ class Handle:
         )
         closed = None if state.closed is None else state.closed.reason
         return AttachedMethod(encoder, state.manager, closed)
+
+    def _check_attached(self) -> None:
+        if not self._attached:
+            raise ConfigError("the handle is detached: attach the model again")
 
     def _managers(self) -> list[EncoderCudaGraphManager]:
         return [m.manager for m in self._methods if m.manager is not None]
@@ -323,21 +298,3 @@ def _prepare(tower: Tower, config: GraphConfig) -> Preparation:
         compile_blocks=config.compile_blocks,
         choose_attention=config.choose_attention,
     )
-
-
-def _module_of(model: Any) -> nn.Module:
-    module = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    if not isinstance(module, nn.Module):
-        raise UnsupportedModelError(
-            f"attach() takes a torch module or a pipeline around one, got {type(model).__name__}"
-        )
-    return module
-
-
-def _refuse_attached(towers: Sequence[Tower]) -> None:
-    for tower in towers:
-        if any(isinstance(tower.module.__dict__.get(m), AttachedMethod) for m in tower.methods):
-            raise ConfigError(
-                f"{tower.name or 'the model'} is attached already: call detach() on the first "
-                "handle before attaching again"
-            )

@@ -41,6 +41,34 @@ def rehearsal(listener: Callable[[TowerEncoder, dict[str, Any]], None]) -> Itera
         _listener.reset(token)
 
 
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+class _Replicate:
+    """Makes replicas for ``nn.DataParallel``, which copies what is on the instance along.
+
+    A replica is another module, on another device: it has no graphs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> Any:
+        replica = type(self._module)._replicate_for_data_parallel(self._module)
+        names = replica.__dict__
+        del names[_REPLICATE]
+        for method in [value for value in names.values() if isinstance(value, AttachedMethod)]:
+            method.take_off(names)
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo.get(id(self._module), self._module)
+        return MethodType(type(self._module)._replicate_for_data_parallel, twin)
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self._module, _REPLICATE))
+
+
 class AttachedMethod:
     """Calls a tower through its manager, or in eager mode while a gate is closed.
 
@@ -60,7 +88,7 @@ class AttachedMethod:
         self.closed = closed
         self.stats = StatsRecorder()
         self._before: Any = None
-        self._unread = unread_parameters(self.module, encoder.method)
+        self._unread = encoder.signature.foreign | unread_parameters(self.module, encoder.method)
 
     @property
     def module(self) -> nn.Module:
@@ -86,8 +114,7 @@ class AttachedMethod:
         if manager is not None:
             return manager.run(call)
         assert self.closed is not None
-        self.stats.called()
-        self.stats.missed(self.closed, self._num_items(call))
+        self._count_eager(call, self.closed)
         return encoder.forward(**call)
 
     def install(self) -> None:
@@ -95,16 +122,23 @@ class AttachedMethod:
         method = self.encoder.method
         self._before = self.module.__dict__.get(method)
         self.module.__dict__[method] = self
+        self.module.__dict__.setdefault(_REPLICATE, _Replicate(self.module))
 
     def remove(self) -> None:
         """Put back what was there before."""
-        method = self.encoder.method
-        if self.module.__dict__.get(method) is not self:
+        names = self.module.__dict__
+        if names.get(self.encoder.method) is not self:
             return  # somebody wrapped over us or took us off: theirs to keep
+        self.take_off(names)
+        if not any(isinstance(value, AttachedMethod) for value in names.values()):
+            names.pop(_REPLICATE, None)
+
+    def take_off(self, names: dict[str, Any]) -> None:
+        """Put back in `names`, those of the module or a replica, what was there before."""
         if self._before is None:
-            del self.module.__dict__[method]
+            del names[self.encoder.method]
         else:
-            self.module.__dict__[method] = self._before
+            names[self.encoder.method] = self._before
 
     def shutdown(self) -> None:
         """Leave the module and free all graphs for good; counters stay, later calls are eager."""
@@ -125,11 +159,16 @@ class AttachedMethod:
     def _is_unread(self, name: str, value: Any) -> bool:
         return name in self._unread and isinstance(value, torch.Tensor)
 
-    def _num_items(self, call: dict[str, Any]) -> int:
+    def _count_eager(self, call: dict[str, Any], reason: Reason) -> None:
+        """Count a call without a manager, with its sizes: `mmgraph plan` reads them."""
+        self.stats.called()
         try:
-            return len(self.encoder.item_specs(call).items)
+            batch = self.encoder.item_specs(call)
         except Refusal as refusal:
-            return refusal.num_items
+            self.stats.missed(reason, refusal.num_items)
+            return
+        self.stats.seen(tuple([item.num_tokens for item in batch.items]))
+        self.stats.missed(reason, len(batch.items))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the tower is a tower without graphs."""

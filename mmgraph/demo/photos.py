@@ -15,6 +15,9 @@ __all__ = ["load_photos", "pan"]
 _SHIPPED = ("chelsea.png", "astronaut.png", "rocket.jpg", "motorcycle_left.png", "coffee.png")
 
 
+_MAX_ASPECT = 200
+
+
 def load_photos(paths: Sequence[str]) -> list[Image.Image]:
     """Open the pictures at `paths`, or five photographs of different sizes if there are none.
 
@@ -46,6 +49,9 @@ def _shipped() -> list[Path]:
 def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            photo = image.convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
         raise ConfigError(f"{path} can't be opened as a picture: {error}") from error
+    if max(photo.size) >= _MAX_ASPECT * min(photo.size):  # image processors refuse it
+        raise ConfigError(f"{path} has {photo.width}x{photo.height} pixels, which is too narrow")
+    return photo

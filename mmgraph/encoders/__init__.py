@@ -1,8 +1,9 @@
 """Encoders of transformers and timm as :class:`~mmgraph.protocol.SupportsEncoderCudaGraph`."""
 
+from mmgraph.encoders.attention import use_attention_implementation
 from mmgraph.encoders.calls import CallSignature, TowerCall, TowerSignature
 from mmgraph.encoders.discovery import Tower, find_towers
-from mmgraph.encoders.packed import PackedEncoder, use_attention_implementation
+from mmgraph.encoders.packed import PackedEncoder
 from mmgraph.encoders.placement import first_parameter, placement_problem
 from mmgraph.encoders.preparation import Preparation
 from mmgraph.encoders.rows import RowsEncoder

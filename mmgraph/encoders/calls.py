@@ -14,8 +14,8 @@ from mmgraph.types import Reason, Refusal
 __all__ = ["CallSignature", "TowerCall", "TowerSignature"]
 
 _NO_DEFAULT = object()
-_DECODER_ONLY = frozenset({"use_cache"})
-"""What generate() of transformers 5.17 hands down to towers that take any keyword."""
+_NOT_OF_TOWERS = frozenset({"use_cache", "num_items_in_batch"})
+"""What generate() of transformers 5.17 and the Trainer hand down to towers that take anything."""
 
 TowerCall = Mapping[str, Any]
 """Arguments of one call of a tower, by name."""
@@ -32,6 +32,7 @@ class TowerSignature:
     Attributes:
         names: Parameters that may be given by position.
         main_input: The one whose rows are counted.
+        foreign: Keywords that callers hand down though they mean nothing to a tower.
     """
 
     def __init__(self, forward: Callable[..., Any], main_input: str = "") -> None:
@@ -40,11 +41,12 @@ class TowerSignature:
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         self.names = tuple(p.name for p in parameters if p.kind in positional)
         self.main_input = main_input or self.names[0]
+        self.foreign = _NOT_OF_TOWERS.difference(self.names)
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def is_default(self, name: str, value: Any) -> bool:
         """Whether giving `value` for the parameter `name` is the same as leaving it out."""
-        if name in _DECODER_ONLY and name not in self.names:
+        if name in self.foreign:
             return True
         default = self._defaults.get(name, _NO_DEFAULT)
         return value is default or (type(value) is type(default) and value == default)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from mmgraph.encoders.attention import attention_implementation
 from mmgraph.encoders.calls import CallSignature, wants_attentions
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
@@ -20,7 +20,7 @@ from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
 from mmgraph.encoders.watch import TowerWatch
 from mmgraph.errors import CaptureError, InvalidInputError, UnsupportedModelError
-from mmgraph.ops import VARLEN_ATTENTION, attending, register_varlen_attention
+from mmgraph.ops import VARLEN_ATTENTION, attending
 from mmgraph.types import (
     BufferSpec,
     EncoderBatch,
@@ -31,7 +31,7 @@ from mmgraph.types import (
     Refusal,
 )
 
-__all__ = ["PackedEncoder", "read_grids_on_host", "use_attention_implementation"]
+__all__ = ["PackedEncoder", "read_grids_on_host"]
 
 _GRID = "grid_thw"
 _METADATA = "metadata"
@@ -65,7 +65,7 @@ class PackedEncoder(TowerEncoder):
         """Call the tower with one attention call for all segments, whatever it is set to."""
         with (
             self.preparation.turns.alone(),
-            _attention_implementation(self.tower.module, VARLEN_ATTENTION),
+            attention_implementation(self.tower.module, VARLEN_ATTENTION),
             attending(choices=self.preparation.attention),
         ):
             return super().exact_forward(**mm_kwargs)
@@ -154,7 +154,7 @@ class PackedEncoder(TowerEncoder):
         uniform = frozenset((count, longest) for count, longest, same in bounds if same)
         with (
             self.preparation.turns.alone(),
-            _attention_implementation(self.tower.module, VARLEN_ATTENTION),
+            attention_implementation(self.tower.module, VARLEN_ATTENTION),
             attending(uniform, self.preparation.attention),
         ):
             return self.preparation.run(lambda: self.forward(**call))
@@ -315,28 +315,3 @@ def _patch_shape(module: nn.Module) -> tuple[int, ...] | None:
         if isinstance(layer, nn.Linear):
             return (layer.in_features,)
     return None
-
-
-@contextmanager
-def _attention_implementation(module: nn.Module, name: str) -> Iterator[None]:
-    """Like :func:`use_attention_implementation`, for the time being."""
-    before = [(c, c._attn_implementation_internal) for c in attention_configs(module)]
-    try:
-        use_attention_implementation(module, name)
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
-
-
-def use_attention_implementation(module: nn.Module, name: str) -> None:
-    """Let every config in `module` name the attention function `name`, for good."""
-    register_varlen_attention()
-    for config in attention_configs(module):
-        config._attn_implementation_internal = name
-
-
-def attention_configs(module: nn.Module) -> list[Any]:
-    """The configs in `module` that name an attention function; each once."""
-    found: Iterator[Any] = (getattr(m, "config", None) for m in module.modules())
-    return list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())

@@ -95,6 +95,8 @@ class RowsEncoder(TowerEncoder):
         for name in tensors:
             value = mm_kwargs[name]
             if value.dim() == 0 or value.shape[0] != num_rows:
+                if value.dim() == 1 and not value.is_floating_point():  # lengths, packed frames
+                    batch = EncoderBatch(batch.items[:1] * value.shape[0])
                 raise Refusal(
                     Reason.UNSUPPORTED_CALL, batch, f"{name} does not have one entry a row"
                 )

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
 from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
 from mmgraph.encoders.preparation import Preparation
+from mmgraph.encoders.tracing import is_traced
 from mmgraph.encoders.watch import TowerWatch
 from mmgraph.types import (
     BufferSpec,
@@ -244,7 +246,7 @@ class TowerEncoder(ABC):
     def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
         module = self.tower.module
         main, device = mm_kwargs.get(self.signature.main_input), self.device
-        if torch.compiler.is_compiling():
+        if is_traced():
             return Reason.COMPILING
         if self.watch.is_training:
             return Reason.TRAINING
@@ -252,9 +254,8 @@ class TowerEncoder(ABC):
             return Reason.HOOKS
         if not isinstance(main, torch.Tensor):
             return None  # such a call has been refused
-        if torch.is_grad_enabled() and (
-            main.requires_grad or any(p.requires_grad for p in module.parameters())
-        ):
+        values = chain(mm_kwargs.values(), module.parameters())
+        if torch.is_grad_enabled() and any(map(_wants_gradients, values)):
             return Reason.GRAD
         if device.type == "meta":
             return Reason.PLACEMENT
@@ -298,6 +299,10 @@ class TowerEncoder(ABC):
     def _constants(key: GraphKey) -> dict[str, Any]:
         assert isinstance(key.signature, CallSignature)
         return {name: thaw(value) for name, value in key.signature.constants}
+
+
+def _wants_gradients(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _fingerprint_of(value: Any) -> Hashable:

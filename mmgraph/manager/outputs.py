@@ -97,8 +97,8 @@ class Collector:
         for source, target, length in _moves(items, self._tokens, self._starts):
             for (leaf, tensor), result in zip(self._pairs(tensors), self.results, strict=True):
                 a, b, n = (x // leaf.divisor for x in (source, target, length))
-                sources.append(tensor.narrow(leaf.dim, a, n))
-                targets.append(result.narrow(leaf.dim, b, n))
+                sources.append(_rows(tensor, leaf.dim, a, n))
+                targets.append(_rows(result, leaf.dim, b, n))
         torch._foreach_copy_(targets, sources)
 
     def check_owned(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -163,6 +163,11 @@ def _leaf(tensor: torch.Tensor, num_tokens: int, granularity: int, rows: bool) -
     raise CaptureError(
         f"an output of shape {tuple(tensor.shape)} for {num_tokens} tokens can't be divided by item"
     )
+
+
+def _rows(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """Some rows of a tensor; without a view where they are all of them."""
+    return tensor if tensor.shape[dim] == length else tensor.narrow(dim, start, length)
 
 
 def _cumulative(sizes: Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ out before the lock is given up. Outputs belong to the caller.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from mmgraph.config import GraphConfig
 from mmgraph.env import debug_enabled
 from mmgraph.graphs import GraphBackend
+from mmgraph.log import WarnOnce, get_logger
 from mmgraph.manager.audit import Audit
 from mmgraph.manager.changes import Changes
 from mmgraph.manager.exact import ExactGraphs, copied
@@ -38,6 +40,21 @@ _BEYOND_BUDGETS = frozenset(
     {Reason.UNSUPPORTED_CALL, Reason.ABOVE_BUDGET, Reason.CAPTURE_FAILED, Reason.PIECEWISE}
 )
 """Reasons for eager mode that a graph of the exact call can do without."""
+_LOGGED = frozenset(
+    {
+        Reason.UNSUPPORTED_CALL,
+        Reason.NOT_CAPTURED,
+        Reason.GRAPH_LIMIT,
+        Reason.TRAINING,
+        Reason.HOOKS,
+        Reason.GRAD,
+        Reason.AUTOCAST,
+        Reason.DTYPE,
+        Reason.DEVICE,
+        Reason.COMPILING,
+    }
+)
+"""Reasons that lie with the call or the settings; of the others something else is logged."""
 
 
 class Server:
@@ -82,6 +99,7 @@ class Server:
         self._stats = stats
         self._lock = lock
         self._debug = debug_enabled()
+        self._log_once = WarnOnce(get_logger(__name__))
         self._range = Ranges(facts.name)
 
     def serve(
@@ -97,10 +115,10 @@ class Server:
             if distrust is not None or self._config.mode == "piecewise":
                 raise Refusal(distrust or Reason.PIECEWISE, batch)
         except Refusal as refusal:
-            reason, num_items = refusal.reason, refusal.num_items
+            reason, num_items, why = refusal.reason, refusal.num_items, str(refusal)
             if distrust is not None and reason in _BEYOND_BUDGETS:
                 reason = distrust
-            return self._beyond_budgets(mm_kwargs, reason, num_items), refusal.batch, None
+            return self._beyond_budgets(mm_kwargs, reason, num_items, why), refusal.batch, None
         with self._lock:
             parts, plan = self._planned(batch)
             if plan.replays:
@@ -111,7 +129,7 @@ class Server:
             part = plan.eager[0]
             return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), batch, None
         for part in plan.eager:
-            self._stats.missed(part.reason, len(part.items))
+            self._missed(part.reason, len(part.items))
         return self._model.embed_multimodal(**mm_kwargs), batch, None
 
     def _planned(self, batch: EncoderBatch) -> tuple[EncoderBatch, Plan]:
@@ -125,23 +143,41 @@ class Server:
                 return parts, divided
         return batch, plan
 
-    def _beyond_budgets(self, mm_kwargs: Mapping[str, Any], reason: Reason, num_items: int) -> Any:
+    def _beyond_budgets(
+        self, mm_kwargs: Mapping[str, Any], reason: Reason, num_items: int, why: str = ""
+    ) -> Any:
         """Serve a call from a graph of its own, or in eager mode."""
         if self._exact is not None and reason in _BEYOND_BUDGETS and not self._backend.busy():
             try:
                 with self._lock:
                     output, key = self._exact.serve(mm_kwargs, reason, self._room())
             except Refusal as refusal:
-                reason = refusal.reason
+                if refusal.reason is not reason:
+                    reason, why = refusal.reason, str(refusal)
             else:
                 self._changes.replayed(fresh=self._stats.replays(key) == 0)
                 self._stats.replayed(key, num_items, key.token_budget)
                 if self._store.is_over:
                     self._exact.refuse(key)
                 return self._audited(mm_kwargs, output)
-        self._stats.missed(reason, num_items)
+        self._missed(reason, num_items, why)
         with self._range("eager", reason.name):
             return self._model.embed_multimodal(**mm_kwargs)
+
+    def _missed(self, reason: Reason, num_items: int, why: str = "") -> None:
+        self._stats.missed(reason, num_items)
+        if reason in _LOGGED:
+            # The first call of its sizes has no graph yet where it may get one.
+            first = (reason is Reason.UNSUPPORTED_CALL and self._exact is not None) or (
+                reason is Reason.NOT_CAPTURED and self._config.capture == "lazy"
+            )
+            self._log_once(
+                reason,
+                "%s: a call was served in eager mode: %s",
+                self._facts.name,
+                why or reason.value,
+                level=logging.INFO if first else logging.WARNING,
+            )
 
     def refuse_mode(self, mm_kwargs: Mapping[str, Any]) -> None:
         """Raise ``Refusal`` where not even a graph of its own could serve the call now."""

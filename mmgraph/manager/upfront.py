@@ -64,6 +64,12 @@ class UpFront:
         with freeze_gc_for_cudagraph_capture():
             for key in self.keys():
                 if len(self.store.entries) >= self._config.max_graphs:
+                    _logger.warning(
+                        "%s: no room for graphs of %s tokens and of others: max_graphs is %d",
+                        self._facts.name,
+                        key.token_budget,
+                        self._config.max_graphs,
+                    )
                     break
                 if progress is not None:
                     progress(key)

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 import mmgraph
 from mmgraph import ConfigError, GraphConfig, InvalidInputError, Reason, UnsupportedModelError
+from mmgraph.encoders import Preparation, Tower
 from mmgraph.recipes import load_recipe
 
 CONFIG = GraphConfig(token_budgets=(64, 128), row_budgets=(1, 2, 4), max_items=4)
@@ -74,6 +76,34 @@ def test_a_config_that_does_not_fit_leaves_the_model_unattached() -> None:
     with pytest.raises(ConfigError, match=r"must be multiples of 4 .* got 66: use 68"):
         mmgraph.attach(model, GraphConfig(token_budgets=(66,), max_items=1))
     assert model.__dict__.keys() == attributes.keys()
+
+
+def test_a_failed_attach_leaves_weights_and_hooks_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU weights have moved by then."""
+
+    def prepare(tower: Tower, _: GraphConfig) -> Preparation:
+        return Preparation(tower.module, tower.name, align_weights=True, merge_weights=True)
+
+    def moved(module: nn.Module) -> list[str]:
+        return [
+            name
+            for name, p in module.named_parameters()
+            if p.untyped_storage().nbytes() != p.numel() * p.itemsize
+        ]
+
+    monkeypatch.setattr("mmgraph.attachment.handle._prepare", prepare)
+    monkeypatch.setattr("mmgraph.encoders.align._MIN_FEATURES", 8)
+    hooks = torch_modules._global_parameter_registration_hooks
+    model, before = qwen(), len(hooks)
+    with mmgraph.attach(model, CONFIG):
+        assert moved(model)
+        assert len(hooks) > before
+    with pytest.raises(ConfigError, match="must be multiples of 4"):
+        mmgraph.attach(model, GraphConfig(token_budgets=(66,), max_items=1))
+    assert moved(model) == []
+    assert len(hooks) == before
 
 
 def test_an_unknown_attention_implementation_runs_as_eager_does() -> None:

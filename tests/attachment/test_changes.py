@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
 
 import mmgraph
@@ -91,6 +92,44 @@ def tie(tower: nn.Module) -> None:
     blocks[0].mlp.fc1.weight = blocks[1].mlp.fc1.weight
 
 
+def set_table_of_parameters(tower: nn.Module) -> None:
+    """As accelerate's ``set_module_tensor_to_device`` does."""
+    new = nn.Parameter(redrawn(linear(tower).weight), requires_grad=False)
+    linear(tower)._parameters["weight"] = new
+
+
+def set_table_of_buffers(tower: nn.Module) -> None:
+    """As ``module.to()`` does."""
+    places = tower.embeddings.position_ids
+    tower.embeddings._buffers["position_ids"] = places.flip(-1).contiguous()
+
+
+def set_table_of_modules(tower: nn.Module) -> None:
+    """As older ways of quantising do."""
+    mlp, old = block(tower).mlp, block(tower).mlp.fc1
+    mlp._modules["fc1"] = nn.Linear(old.in_features, old.out_features, device=old.weight.device)
+
+
+def remove_bias(tower: nn.Module) -> None:
+    linear(tower).bias = None
+
+
+def add_bias(tower: nn.Module) -> None:
+    remove_bias(tower)
+    linear(tower)._parameters["bias"] = nn.Parameter(torch.randn_like(linear(tower).weight[:, 0]))
+
+
+def patch_forward(tower: nn.Module) -> None:
+    """As libraries do that bring kernels of their own."""
+    mlp = block(tower).mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x) * 2
+
+
+def set_attention(tower: nn.Module) -> None:
+    name = "sdpa" if tower.config._attn_implementation == "eager" else "eager"
+    tower.set_attn_implementation(name)
+
+
 def cast(tower: nn.Module) -> None:
     tower.to(torch.bfloat16)
     tower.to(torch.float32)
@@ -101,7 +140,8 @@ def deterministic(tower: nn.Module) -> None:
 
 
 CHANGES = [set_data, set_parameter, set_submodule, set_block, delete_block, tie, cast]
-CHANGES += [deterministic]
+CHANGES += [set_table_of_parameters, set_table_of_buffers, set_table_of_modules]
+CHANGES += [remove_bias, add_bias, patch_forward, set_attention, deterministic]
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +180,32 @@ def test_a_change_means_eager_mode_where_that_is_wanted(
         handle.clear()
         assert_right(tower, handle, replayed=True)
     assert caplog.text.count("has changed since it was captured") == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", ["ordinary", "functional"])
+def test_a_functional_call_uses_its_own_weights_and_leaves_none(
+    tower: nn.Module, first: str
+) -> None:
+    others = {name: redrawn(p) for name, p in tower.named_parameters() if p.dim() > 1}
+    with mmgraph.attach(tower, CONFIG) as handle:
+        if first == "ordinary":
+            assert_right(tower, handle, replayed=True)
+        x = pixels(tower)
+        ours = functional_call(tower, others, (x,)).last_hidden_state
+        with mmgraph.encoders.eager_towers():
+            theirs = functional_call(tower, others, (x,)).last_hidden_state
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        assert_right(tower, handle, replayed=True)
+
+
+@torch.no_grad()
+def test_attributes_that_a_module_sets_are_no_change(tower: nn.Module) -> None:
+    with mmgraph.attach(tower, CONFIG) as handle:
+        assert_right(tower, handle, replayed=True)
+        block(tower).mlp.last_seen = 3
+        assert_right(tower, handle, replayed=True)
+        assert handle.stats().graphs[0].replays == 2
 
 
 @torch.no_grad()

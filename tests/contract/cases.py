@@ -28,6 +28,7 @@ Size = tuple[int, ...]
 """Of one item: (t, h, w) of a packed tower, () of a row."""
 
 _SMALL, _MIDDLE, _WIDE = (1, 4, 4), (1, 8, 6), (1, 4, 20)
+_VIDEO = (4, 4, 6)
 _LARGEST, _TOO_LARGE = (1, 16, 16), (1, 18, 16)
 PACKED_SIZES: dict[str, list[Size]] = {
     "one": [_MIDDLE],
@@ -36,6 +37,8 @@ PACKED_SIZES: dict[str, list[Size]] = {
     "same_total_otherwise": [_SMALL] * 11,
     "smallest": [(1, 2, 2)],
     "largest": [_LARGEST],
+    "video": [_VIDEO],
+    "video_among_images": [_SMALL, _VIDEO, _MIDDLE],
     "several_replays": [_LARGEST, _MIDDLE, (1, 16, 14), _SMALL],
     "above_every_budget": [_TOO_LARGE],
     "above_among_others": [_SMALL, _TOO_LARGE, _MIDDLE],

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from mmgraph import CaptureError
+from mmgraph.encoders import align
 from mmgraph.encoders.align import AlignedLinear, AlignedWeights
 from mmgraph.encoders.blocks import compiled_blocks, find_blocks
 from mmgraph.encoders.preparation import Preparation
@@ -343,3 +344,43 @@ def test_all_steps_together_give_the_same_numbers(monkeypatch: pytest.MonkeyPatc
     assert preparation.describe()[1] == "blocks not compiled: 2.0 ms, as they are 1.0 ms"
     preparation.undo()
     torch.testing.assert_close(tower(x), expected)
+
+
+@torch.no_grad()
+def test_without_memory_to_move_them_weights_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tower, x = Tower().float().eval(), torch.randn(5, WIDTH)
+    expected, addresses = tower(x), [p.data_ptr() for p in tower.parameters()]
+    original, moves = align.move_into, [0]
+
+    def fails_at_the_third(*arguments: Any) -> Any:
+        moves[0] += 1
+        if moves[0] == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return original(*arguments)
+
+    monkeypatch.setattr(align, "move_into", fails_at_the_third)
+    preparation = Preparation(tower, "tower", align_weights=True, merge_weights=True)
+    assert preparation.describe() == ["weights stay where they are: no memory to move them"]
+    assert caplog.messages == ["tower: weights stay where they are: no memory"]
+    assert all(p.is_contiguous() for p in tower.parameters())
+    assert [p.data_ptr() for p in tower.parameters()] != addresses, "some were back and forth"
+    assert torch.equal(preparation.run(lambda: tower(x)), expected)
+
+
+@torch.no_grad()
+def test_without_memory_to_move_them_back_weights_are_right_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tower, x = Tower().float().eval(), torch.randn(5, WIDTH)
+    expected = tower(x)
+    preparation = Preparation(tower, "tower", align_weights=True)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", fails)
+        preparation.undo()
+    assert torch.equal(tower(x), expected)

@@ -58,7 +58,8 @@ def test_the_counts_of_graphs_that_went_are_forgotten_and_totals_stay() -> None:
         serve(manager, lengths)
     manager.use_budgets((16,))
     stats = manager.stats()
-    assert (stats.hits, stats.replays, stats.calls) == (2, 1, 2)
+    assert (stats.hits, stats.replays, stats.calls) == (2, 2, 2)
+    assert {r.key.token_budget: r.replays for r in stats.graphs} == {16: 1}
     manager.use_budgets((8, 16))
     serve(manager, [8])
     assert {r.key.token_budget: r.replays for r in manager.stats().graphs} == {8: 1, 16: 1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -21,23 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write what came out of each entry of tests/registry, for scripts.models_table; with "
         "pytest-xdist each worker writes a file of its own beside this one",
     )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`-m gpu` means the short form; the whole one runs on a GPU where "slow" is asked for."""
-    if not _names("gpu", config.option.markexpr) or _names("slow", config.option.markexpr):
-        return
-    left_out = [
-        item
-        for item in items
-        if "registry" in item.path.parts and item.get_closest_marker("slow") is not None
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
-
-
-def _names(marker: str, markexpr: str) -> bool:
-    return re.search(rf"\b{marker}\b", markexpr) is not None
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mmgraph.bench.environment import Environment
 from tests.registry.entries.all import ENTRIES
 from tests.registry.outcome import Outcome
 
@@ -70,10 +71,13 @@ def _section(device: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
     import transformers
 
     libraries = {"torch": torch, "transformers": transformers, "timm": timm}
+    environment = Environment.read(torch.device(device))
     return {
         "date": datetime.date.today().isoformat(),
         "device": "CPU, float32" if device == "cpu" else torch.cuda.get_device_name(),
         "versions": ", ".join(f"{name} {m.__version__}" for name, m in libraries.items()),
+        "commit": environment.commit,
+        "dirty": environment.dirty,
         "registered": len(ENTRIES),
         "entries": {name: outcome.to_dict() for name, outcome in outcomes.items()},
     }

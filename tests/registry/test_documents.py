@@ -71,6 +71,13 @@ def test_a_platform_without_results_is_not_run_yet() -> None:
     assert "on a GPU: not run yet" in text
 
 
+def test_a_section_says_what_it_was_made_from_and_how_much_graphs_served() -> None:
+    made = {**section(a=run(hit_rate=2 / 3)), "commit": "0123456789", "dirty": True}
+    text = models_table.render({"trace/transformers-5.24": made})
+    assert "CPU, torch 2, 0123456 with changes\n" in text
+    assert "| budgets, 0, 67 % |" in text
+
+
 def test_what_differs_is_shouted() -> None:
     data = {"trace/transformers-5.24": section(a=run(problems=["1 items: error 3e-1"]))}
     text = models_table.render(data)
