@@ -20,17 +20,6 @@ from collections.abc import Generator
 
 import pytest
 
-_SLOW_FOLDERS = ("pipeline", "properties")
-"""Minutes in all, on a CPU."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest's own -m has made its selection
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what takes minutes by its folder."""
-    folder = item.path.parent.name
-    if folder in _SLOW_FOLDERS and item.get_closest_marker("gpu") is None:
-        item.add_marker(pytest.mark.slow)
-
 
 @pytest.hookimpl(trylast=True)  # after pytest's own -m and -k have made their selection
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
