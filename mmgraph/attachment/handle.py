@@ -19,7 +19,6 @@ from mmgraph.attachment.report import render_report
 from mmgraph.attachment.wrap import AttachedMethod
 from mmgraph.config import GraphConfig
 from mmgraph.encoders import (
-    Preparation,
     Tower,
     TowerEncoder,
     TowerWatch,
@@ -31,6 +30,7 @@ from mmgraph.errors import ConfigError, UnsupportedModelError
 from mmgraph.graphs import GraphBackend, freeze_gc_for_cudagraph_capture, select_backend
 from mmgraph.log import get_logger
 from mmgraph.manager import EncoderCudaGraphManager, estimate
+from mmgraph.preparation import Preparation
 from mmgraph.runner import EncoderRunner
 from mmgraph.state import EncoderState
 from mmgraph.stats import EncoderStats

@@ -5,7 +5,6 @@ from mmgraph.encoders.calls import CallSignature, TowerCall, TowerSignature
 from mmgraph.encoders.discovery import Tower, find_towers
 from mmgraph.encoders.packed import PackedEncoder
 from mmgraph.encoders.placement import first_parameter, placement_problem
-from mmgraph.encoders.preparation import Preparation
 from mmgraph.encoders.rows import RowsEncoder
 from mmgraph.encoders.tower import TowerEncoder, eager_towers, encoder_for, inside_tower
 from mmgraph.encoders.watch import TowerWatch
@@ -13,7 +12,6 @@ from mmgraph.encoders.watch import TowerWatch
 __all__ = [
     "CallSignature",
     "PackedEncoder",
-    "Preparation",
     "RowsEncoder",
     "Tower",
     "TowerCall",

@@ -16,9 +16,9 @@ from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, 
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
 from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
-from mmgraph.encoders.preparation import Preparation
 from mmgraph.encoders.tracing import is_traced
 from mmgraph.encoders.watch import TowerWatch
+from mmgraph.preparation import Preparation
 from mmgraph.types import (
     BufferSpec,
     EncoderBatch,

@@ -13,13 +13,13 @@ from torch import nn
 
 from mmgraph.config import GraphConfig
 from mmgraph.encoders import Tower, TowerEncoder, encoder_for, placement_problem
-from mmgraph.encoders.align import AlignedWeights
-from mmgraph.encoders.blocks import find_blocks
 from mmgraph.encoders.placement import main_dtype
 from mmgraph.errors import UnsupportedModelError
 from mmgraph.graphs import flatten
 from mmgraph.graphs.ways import as_if_capturing
 from mmgraph.manager import EncoderCudaGraphManager
+from mmgraph.preparation.align import AlignedWeights
+from mmgraph.preparation.blocks import find_blocks
 from mmgraph.types import GraphKey, Refusal
 
 __all__ = ["Argument", "Budget", "Capture", "TowerView", "view_tower"]

@@ -19,7 +19,8 @@ from torch.nn.modules import module as torch_modules
 
 import mmgraph
 from mmgraph import ConfigError, GraphConfig, InvalidInputError, Reason, UnsupportedModelError
-from mmgraph.encoders import Preparation, Tower
+from mmgraph.encoders import Tower
+from mmgraph.preparation import Preparation
 from mmgraph.recipes import load_recipe
 
 CONFIG = GraphConfig(token_budgets=(64, 128), row_budgets=(1, 2, 4), max_items=4)
@@ -94,7 +95,7 @@ def test_a_failed_attach_leaves_weights_and_hooks_as_they_were(
         ]
 
     monkeypatch.setattr("mmgraph.attachment.handle._prepare", prepare)
-    monkeypatch.setattr("mmgraph.encoders.align._MIN_FEATURES", 8)
+    monkeypatch.setattr("mmgraph.preparation.align._MIN_FEATURES", 8)
     hooks = torch_modules._global_parameter_registration_hooks
     model, before = qwen(), len(hooks)
     with mmgraph.attach(model, CONFIG):

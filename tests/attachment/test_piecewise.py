@@ -46,7 +46,7 @@ def limit_on(device: str) -> float:
 def test_in_mode_piecewise_every_size_has_a_graph_from_the_second_call_on(case: Case) -> None:
     attributes = dict(case.tower.__dict__)
     with case.attach(PIECEWISE) as handle:
-        for name, sizes in PACKED_SIZES.items():
+        for name, sizes in case.sizes.items():
             for i in range(CALLS):
                 call, before = case.call(sizes), handle.stats()
                 output = case.tower(**call)
@@ -54,8 +54,8 @@ def test_in_mode_piecewise_every_size_has_a_graph_from_the_second_call_on(case: 
                 assert served == (len(sizes) if i else 0), (name, i)
                 case.assert_equal_to_eager(output, case.eager(call), call)
         stats = handle.stats()
-        assert stats.misses == {Reason.PIECEWISE: sum(map(len, PACKED_SIZES.values()))}
-        assert len(stats.graphs) == len(PACKED_SIZES)
+        assert stats.misses == {Reason.PIECEWISE: sum(map(len, case.sizes.values()))}
+        assert len(stats.graphs) == len(case.sizes)
         assert all(graph.replays == CALLS - 1 for graph in stats.graphs)
         assert "one exact call: 2 replays" in handle.report()
     assert case.tower.__dict__ == attributes

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mmgraph import EncoderCudaGraphManager, GraphConfig
-from mmgraph.encoders import Preparation, encoder_for, find_towers
+from mmgraph.encoders import encoder_for, find_towers
+from mmgraph.preparation import Preparation
 from mmgraph.types import GraphKey
 from tests.contract.cases import PACKED_FAMILIES, Case, Size
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from mmgraph.config import GraphConfig
 from mmgraph.encoders import encoder_for, find_towers
-from mmgraph.encoders.align import AlignedWeights
 from mmgraph.inspect import TowerView, inspect_model
 from mmgraph.inspect.source import resolve
 from mmgraph.inspect.text import render
 from mmgraph.manager import EncoderCudaGraphManager
+from mmgraph.preparation.align import AlignedWeights
 from mmgraph.recipes import load_recipe
 
 

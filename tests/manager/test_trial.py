@@ -12,9 +12,10 @@ from torch import nn
 
 import mmgraph.manager.store
 from mmgraph import GraphConfig
-from mmgraph.encoders import Preparation, encoder_for, find_towers
+from mmgraph.encoders import encoder_for, find_towers
 from mmgraph.graphs.trace import TraceBackend
 from mmgraph.manager import EncoderCudaGraphManager
+from mmgraph.preparation import Preparation
 from mmgraph.recipes import load_recipe
 
 
@@ -34,7 +35,7 @@ class Trial:
         tower = find_towers(self.tower)[0]
         self.preparation = Preparation(self.tower, "tower", compile_blocks=True)
         self.encoder = encoder_for(tower, "forward", self.preparation)
-        monkeypatch.setattr("mmgraph.encoders.preparation.compiled_blocks", self._compiled)
+        monkeypatch.setattr("mmgraph.preparation.preparation.compiled_blocks", self._compiled)
         monkeypatch.setattr("mmgraph.manager.capture.shortest", self._shortest)
         monkeypatch.setattr(mmgraph.manager.store.GraphStore, "_measure", lambda *_: None)
         self.manager = EncoderCudaGraphManager(

@@ -21,7 +21,7 @@ def the_compiler_is_for_quick_cases(
 ) -> None:
     """It takes ten seconds a model, and the others are there for their towers."""
     if request.node.get_closest_marker("slow"):
-        monkeypatch.setattr("mmgraph.encoders.preparation.find_blocks", lambda module: [])
+        monkeypatch.setattr("mmgraph.preparation.preparation.find_blocks", lambda module: [])
 
 
 @pytest.fixture(autouse=True)

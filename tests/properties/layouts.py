@@ -14,7 +14,8 @@ from unittest.mock import patch
 import torch
 
 from mmgraph import EncoderRunner, EncoderStats, GraphConfig
-from mmgraph.encoders import Preparation, Tower
+from mmgraph.encoders import Tower
+from mmgraph.preparation import Preparation
 from tests.contract.cases import Case, tensors
 from tests.manager.engine import PATCH, call_of, make_encoder, make_manager
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmgraph.encoders.patch_embed import linear_patch_embeddings
+from mmgraph.preparation.patch_embed import linear_patch_embeddings
 from mmgraph.recipes import load_recipe
 
 PATCHES = {

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmgraph.encoders.storage import Storage, move_into, release
+from mmgraph.preparation.storage import Storage, move_into, release
 
 __all__ = ["AlignedWeights"]
 

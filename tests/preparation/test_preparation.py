@@ -14,11 +14,10 @@ from torch import nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from mmgraph import CaptureError
-from mmgraph.encoders import align
-from mmgraph.encoders.align import AlignedLinear, AlignedWeights
-from mmgraph.encoders.blocks import compiled_blocks, find_blocks
-from mmgraph.encoders.preparation import Preparation
 from mmgraph.graphs.guard import CaptureGuard
+from mmgraph.preparation import Preparation, align
+from mmgraph.preparation.align import AlignedLinear, AlignedWeights
+from mmgraph.preparation.blocks import compiled_blocks, find_blocks
 from mmgraph.recipes import load_recipe
 
 WIDTH, ODD = 256, 342

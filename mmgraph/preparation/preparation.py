@@ -14,14 +14,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from mmgraph.encoders.activation import FusedActivations
-from mmgraph.encoders.align import AlignedWeights
-from mmgraph.encoders.blocks import compiled_blocks, find_blocks
-from mmgraph.encoders.patch_embed import linear_patch_embeddings
-from mmgraph.encoders.turns import Turns
 from mmgraph.errors import CaptureError
 from mmgraph.log import get_logger
 from mmgraph.ops import AttentionChoice, AttentionShape
+from mmgraph.preparation.activation import FusedActivations
+from mmgraph.preparation.align import AlignedWeights
+from mmgraph.preparation.blocks import compiled_blocks, find_blocks
+from mmgraph.preparation.patch_embed import linear_patch_embeddings
+from mmgraph.preparation.turns import Turns
 
 __all__ = ["Preparation"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mmgraph.encoders import Preparation
-from mmgraph.encoders.activation import FusedActivations, GeluLinear, Unchanged
 from mmgraph.ops import linear_gelu
+from mmgraph.preparation import Preparation
+from mmgraph.preparation.activation import FusedActivations, GeluLinear, Unchanged
 from mmgraph.recipes import load_recipe
 
 WIDTH, INNER = 64, 128

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mmgraph.encoders.packed as packed
-from mmgraph.encoders.turns import Turns
+from mmgraph.preparation.turns import Turns
 from tests.encoders.cases import make_encoder
 
 A_WHILE, TOO_LONG = 0.1, 20.0

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from mmgraph.encoders import Preparation
-from mmgraph.encoders.align import AlignedWeights
+from mmgraph.preparation import Preparation
+from mmgraph.preparation.align import AlignedWeights
 
 WIDTH, ODD = 256, 342
 
