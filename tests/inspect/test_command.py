@@ -19,7 +19,7 @@ def test_it_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.visual: Qwen2_5_VisionTransformerPretrainedModel" in out
     assert "called as forward(hidden_states, grid_thw)" in out
     assert "16384 tokens" in out
-    assert "--try runs the towers" in out
+    assert "a forecast, from arguments and shapes alone: --try runs the towers" in out
 
 
 def test_it_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
