@@ -36,8 +36,8 @@ def render(inspection: Inspection) -> str:
     for tower in i.towers:
         lines += ["", *_tower(tower)]
     if i.towers and not i.trials:
-        lines += ["", "a forecast, from arguments and shapes alone: --try runs the towers and shows"]
-        lines.append("what is replayed")
+        lines += ["", "a forecast, from arguments and shapes alone: --try runs the towers"]
+        lines.append("and shows what is replayed")
     for trial in i.trials:
         lines += ["", *_trial(trial)]
     return "\n".join(lines)

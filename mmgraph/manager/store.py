@@ -164,10 +164,8 @@ class GraphStore:
         self.failed.pop(key, None)
         with self._range("capture", key):
             error = self.attempt(key)
-        if error is None and self.is_over:
-            error = self._refused(key)
-        elif error is None:
-            self._measure(key)
+        if error is None:
+            error = self._refused(key) if self.is_over else self._measured_or_freed(key)
         else:
             no_memory = ran_out_of_memory(error)
             self.failed[key] = Reason.OUT_OF_MEMORY if no_memory else Reason.CAPTURE_FAILED
@@ -182,8 +180,7 @@ class GraphStore:
         """Free the graph of `key` if there still isn't room for it when others have given way."""
         self.limit.reclaim()
         if not self.is_over:
-            self._measure(key)
-            return None
+            return self._measured_or_freed(key)
         takes = (self.num_bytes + self._retained) / 2**20
         size = self.entries[key].graph.num_bytes
         if key in self.too_large:  # although others had made room
@@ -206,6 +203,17 @@ class GraphStore:
             replays = {key: s for key, s in seconds.items() if s is not None}
             self._measured = Measured(replays, self.eager_times.seconds)
         return self._measured
+
+    def _measured_or_freed(self, key: GraphKey) -> CaptureError | None:
+        """Time a fresh graph; one that can't be timed is none to serve."""
+        try:
+            self._measure(key)
+        except Exception as error:  # whatever it is, eager mode may still do
+            self.drop(key, Reason.CAPTURE_FAILED)
+            text = f"its graph can't be timed: {type(error).__name__}: {error}"
+            self._warn_once("timing", "%s: no graph for %s: %s", self._facts.name, key, text)
+            return CaptureError(text)
+        return None
 
     def _measure(self, key: GraphKey) -> None:
         """Time a fresh graph, and eager mode on the calls that it was checked with."""

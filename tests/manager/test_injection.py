@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,8 +20,8 @@ from mmgraph import (
     Reason,
 )
 from mmgraph.graphs.trace import TracedGraph
-from tests.graphs.injection import CALLS, Injected, assert_fails, state
-from tests.manager.engine import EngineEncoder, call_of, make_manager
+from tests.graphs.injection import CALLS, Injected, assert_fails, fail_at_call, state
+from tests.manager.engine import EngineEncoder, MeasuredBackend, call_of, make_manager
 
 
 class FailingEncoder(EngineEncoder):
@@ -146,3 +147,49 @@ def test_an_error_of_our_own_in_a_capture_leaves_eager_mode() -> None:
     assert manager.stats().misses == {Reason.CAPTURE_FAILED: 2}
     with pytest.raises(CaptureError, match="no call is like this"):
         manager.capture()
+
+
+class TimedBackend(MeasuredBackend):
+    is_timed = True
+
+
+class ProbedEncoder(EngineEncoder):
+    def encoder_facts(self) -> EncoderFacts:
+        facts = super().encoder_facts()
+        return dataclasses.replace(facts, probes=lambda key: [call_of([key.token_budget])])
+
+
+STEPS = [
+    "mmgraph.manager.store.BufferArena",
+    "mmgraph.manager.store.shortest",
+    "mmgraph.manager.eager_times.shortest",
+    "mmgraph.manager.capture.private_caches",
+    "mmgraph.manager.capture.record_layout",
+    "mmgraph.manager.capture.largest_error",
+    "tests.manager.engine.EngineEncoder.capture_inputs",
+]
+
+
+@pytest.mark.parametrize("error", [Injected, KeyboardInterrupt])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_of_the_manager_that_fails(
+    step: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = ProbedEncoder().requires_grad_(False).eval()
+    manager = make_manager(encoder, TimedBackend(), max_items=1)
+    before = state("cpu")
+    with monkeypatch.context() as patch:
+        owner, _, name = step.rpartition(".")
+        calls = fail_at_call(patch, pkgutil.resolve_name(owner), name, error)
+        if error is KeyboardInterrupt:
+            assert_fails(partial(manager.execute, call_of([8])), error)
+        else:
+            assert_answers(manager, "cpu", 8)
+            assert manager.stats().misses == {Reason.CAPTURE_FAILED: 1}
+            assert manager.stats().graphs == ()
+        assert calls[0] >= 1
+    assert state("cpu") == before
+    manager.clear()
+    for _ in range(2):
+        assert_answers(manager, "cpu", 8)
+    assert manager.stats().hits >= 1 or Reason.NOT_FASTER in manager.stats().misses
