@@ -42,8 +42,10 @@ def attach(model: Any, config: GraphConfig | None = None) -> Handle:
     towers = find_towers(module)
     if not towers:
         raise UnsupportedModelError(
-            f"{type(module).__name__} holds no encoder: mmgraph looks for modules whose forward "
-            "takes pixel_values, input_features or (hidden_states, grid_thw) and no text"
+            f"{type(module).__name__} holds no encoder: mmgraph looks for models of transformers "
+            "whose forward takes pixel_values, input_features or (hidden_states, grid_thw) and no "
+            "text, and for models of timm (of FeatureGetterNet and the like attach what they "
+            "wrap). EncoderCudaGraphManager serves an encoder of your own"
         )
     _refuse_attached(towers)
     handle = Handle(module, towers, config)
