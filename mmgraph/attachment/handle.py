@@ -244,9 +244,10 @@ class Handle:
         self.detach()
 
     def _attach(self, towers: Sequence[Tower]) -> None:
-        for tower in towers:
-            preparation = self._preparations[tower] = _prepare(tower, self.config)
-            watch = self._watches[tower] = TowerWatch(tower.module)  # after weights have moved
+        for tower in towers:  # all of them first: two towers may share weights, which move
+            self._preparations[tower] = _prepare(tower, self.config)
+        for tower, preparation in self._preparations.items():
+            watch = self._watches[tower] = TowerWatch(tower.module, preparation.turns)
             self._methods += [
                 self._make_method(encoder_for(tower, method, preparation, watch))
                 for method in all_methods(tower)

@@ -21,6 +21,7 @@ from torch import nn
 from mmgraph.attachment.unread import unread_parameters
 from mmgraph.encoders import TowerEncoder, inside_tower
 from mmgraph.manager import EncoderCudaGraphManager
+from mmgraph.preparation import Turns
 from mmgraph.stats import StatsRecorder
 from mmgraph.types import Reason, Refusal
 
@@ -50,11 +51,13 @@ class _Replicate:
     A replica is another module, on another device: it has no graphs.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, turns: Turns) -> None:
         self._module = module
+        self._turns = turns
 
     def __call__(self) -> Any:
-        replica = type(self._module)._replicate_for_data_parallel(self._module)
+        with self._turns.together():  # not of what a capture has made of it
+            replica = type(self._module)._replicate_for_data_parallel(self._module)
         names = replica.__dict__
         del names[_REPLICATE]
         for method in [value for value in names.values() if isinstance(value, AttachedMethod)]:
@@ -122,7 +125,8 @@ class AttachedMethod:
         method = self.encoder.method
         self._before = self.module.__dict__.get(method)
         self.module.__dict__[method] = self
-        self.module.__dict__.setdefault(_REPLICATE, _Replicate(self.module))
+        replicate = _Replicate(self.module, self.encoder.preparation.turns)
+        self.module.__dict__.setdefault(_REPLICATE, replicate)
 
     def remove(self) -> None:
         """Put back what was there before."""

@@ -79,7 +79,7 @@ class TowerEncoder(ABC):
         self._example_signature: CallSignature | None = None
         self._batches: dict[Hashable, EncoderBatch] = {}
         self._probe = first_parameter(tower.module)
-        self.watch = watch or TowerWatch(tower.module)
+        self.watch = watch or TowerWatch(tower.module, self.preparation.turns)
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -26,6 +27,8 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from mmgraph.encoders.attention import attention_configs
+from mmgraph.encoders.tracing import is_traced
+from mmgraph.preparation import Turns
 
 __all__ = ["TowerWatch"]
 
@@ -43,21 +46,39 @@ class TowerWatch:
 
     Args:
         module: The tower, as it is when its graphs are captured.
+        turns: Who may alter it for a capture.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, turns: Turns | None = None) -> None:
         self._module = module
+        self._turns = turns or Turns()
         self._version = 0
         self._stale = False
         self._look()
+        self._known = self._state()
         _registrations.watch(self)
 
     @property
     def version(self) -> tuple[Any, ...]:
-        """Something else whenever graphs that were captured before must not be replayed."""
-        if self._stale or self._has_moved():
-            self._version += 1
-            self._look()
+        """Something else whenever graphs that were captured before must not be replayed.
+
+        While another thread has altered the tower for a capture it is what it was before that.
+        """
+        if is_traced():  # what the modules hold may have no address, and no graph serves
+            return self._known
+        before = self._turns.alterations()
+        moved, state = self._stale or self._has_moved(), self._state()
+        if before < 0 or before != self._turns.alterations():
+            return self._known
+        if moved:
+            with self._turns.together():
+                self._version += 1
+                self._look()
+                state = self._state()
+        self._known = state
+        return state
+
+    def _state(self) -> tuple[Any, ...]:
         return (
             self._version,
             self._adapters(),
@@ -130,6 +151,7 @@ class TowerWatch:
                 or not all(
                     map(is_, chain(chain.from_iterable(self._others), (_END,)), self._members)
                 )
+                or any(names.get("forward") is not forward for names, forward in self._overrides)
                 or (list(map(len, self._namespaces)) != self._sizes and self._is_overridden())
             )
         except (TypeError, RuntimeError):  # no tensor any more; or a table changes at this moment
@@ -139,13 +161,14 @@ class TowerWatch:
         return list(map(_address, chain.from_iterable(self._plain)))
 
     def _is_overridden(self) -> bool:
-        """Whether some module got another ``forward`` of its own; other attributes may come."""
+        """Whether one more module got a ``forward`` of its own; other attributes may come."""
         self._sizes = list(map(len, self._namespaces))
-        return self._find_overrides() != self._overrides
+        return len(self._find_overrides()) != len(self._overrides)
 
-    def _find_overrides(self) -> list[tuple[int, int]]:
-        own = [(i, names.get("forward")) for i, names in enumerate(self._namespaces)]
-        return [(i, id(forward)) for i, forward in own if forward and not _is_ours(forward)]
+    def _find_overrides(self) -> list[tuple[dict[str, Any], Any]]:
+        """Methods that somebody else has put on a module, with where."""
+        own = [(names, names.get("forward")) for names in self._namespaces]
+        return [(names, forward) for names, forward in own if forward and not _is_ours(forward)]
 
     def _adapters(self) -> tuple[Any, ...]:
         """State of PEFT's layers, which switch adapters by setting plain attributes."""
@@ -153,7 +176,7 @@ class TowerWatch:
 
     def _read_hooks(self) -> None:
         self._last_hook = RemovableHandle.next_id
-        hooks = (hook for table in self._hook_tables for hook in table.values())
+        hooks = (hook for table in self._hook_tables for hook in tuple(table.values()))
         self._hooked = not all(map(_is_harmless, hooks))
 
 
@@ -209,7 +232,8 @@ def _adapter_state(layer: Any) -> tuple[Any, ...]:
 
 
 def _is_ours(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")).startswith("mmgraph.")
+    function = forward.func if isinstance(forward, partial) else forward
+    return str(getattr(function, "__module__", "")).startswith("mmgraph.")
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:

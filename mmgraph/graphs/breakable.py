@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import singledispatch
 
 import torch
@@ -22,6 +21,7 @@ from mmgraph.graphs.recorders import ModesRecorder
 from mmgraph.graphs.segments import BreakableGraph, SegmentRecorder, recording
 from mmgraph.graphs.tape import TapeRecorder
 from mmgraph.graphs.trace import TraceBackend
+from mmgraph.graphs.ways import either_way
 
 __all__ = ["capture_breakable"]
 
@@ -81,25 +81,32 @@ def _on_cuda(
     buffers: Mapping[str, torch.Tensor],
     wrap: Wrap = _as_it_is,
 ) -> BreakableGraph:
-    return backend.retried(lambda: _record_on_cuda(backend, run, buffers, wrap))
+    observed = wrap is not _as_it_is  # by whoever wraps: what is read is folded, the way is found
+
+    def capture() -> BreakableGraph:
+        return backend.retried(lambda: _record_on_cuda(backend, run, buffers, wrap, observed))
+
+    return capture() if observed else either_way(capture)
 
 
 def _record_on_cuda(
-    backend: CudaBackend, run: Runnable, buffers: Mapping[str, torch.Tensor], wrap: Wrap
+    backend: CudaBackend,
+    run: Runnable,
+    buffers: Mapping[str, torch.Tensor],
+    wrap: Wrap,
+    observed: bool,
 ) -> BreakableGraph:
-    def guarded() -> None:
+    def runs() -> None:
         run(buffers)
-        recording(ModesRecorder(None, CaptureGuard()), lambda: run(buffers))
-
-    def as_observed() -> None:
-        for _ in range(2):
+        if observed:
             run(buffers)
+        else:
+            recording(ModesRecorder(None, CaptureGuard()), lambda: run(buffers))
 
-    observed = wrap is not _as_it_is  # by whoever wraps: what is read is folded, the way is found
     with torch.no_grad(), backend.ordered(), backend.on_capture_stream():
-        backend.warm_up(as_observed if observed else lambda: backend.way.find(guarded))
+        backend.warm_up(runs)
         before = backend.reserved_bytes()
-        with backend.undone_on_failure(), nullcontext() if observed else backend.way.taken():
+        with backend.undone_on_failure():
             graph = recording(wrap(_CudaRecorder(backend)), lambda: run(buffers))
         graph.num_bytes = max(0, backend.reserved_bytes() - before)
         return graph

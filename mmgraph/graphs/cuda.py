@@ -32,8 +32,8 @@ import torch
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_out_of_memory
 from mmgraph.graphs.gc_freeze import clean_up, undisturbed
-from mmgraph.graphs.guard import CaptureGuard
-from mmgraph.graphs.ways import Way
+from mmgraph.graphs.guard import BrokenCapture, CaptureGuard
+from mmgraph.graphs.ways import either_way
 from mmgraph.graphs.weak import weak_view
 
 __all__ = ["CudaBackend", "CudaGraph", "abandon"]
@@ -124,7 +124,6 @@ class CudaBackend(GraphBackend):
         super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self.way = Way()
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._live = 0
@@ -141,7 +140,7 @@ class CudaBackend(GraphBackend):
             self._pool = _Pool(pool, borrowed=True)
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
-        return self.retried(lambda: self._capture(run, buffers))
+        return either_way(lambda: self.retried(lambda: self._capture(run, buffers)))
 
     def retried(self, capture: Callable[[], _Graph]) -> _Graph:
         """Capture; where memory runs out, clean up and try once more."""
@@ -212,14 +211,13 @@ class CudaBackend(GraphBackend):
             with CaptureGuard():
                 run(buffers)
 
-        self.warm_up(lambda: self.way.find(runs))
+        self.warm_up(runs)
         before = self.reserved_bytes()
         with self.undone_on_failure():
             graph = torch.cuda.CUDAGraph()
             try:
                 self.begin(graph)
-                with self.way.taken():
-                    outputs = run(buffers)
+                outputs = run(buffers)
                 self.about_to_end()
                 graph.capture_end()
             except BaseException:
@@ -266,7 +264,11 @@ class CudaBackend(GraphBackend):
             self._pool = None
             if not isinstance(error, Exception):
                 raise
-            raise CaptureError(f"the capture failed: {_root_message(error)}") from error
+            root = _root(error)
+            kind = BrokenCapture if isinstance(root, RuntimeError) else CaptureError
+            if ran_out_of_memory(error):
+                kind = CaptureError
+            raise kind(f"the capture failed: {_message(root)}") from error
 
     def reserved_bytes(self) -> int:
         """Device memory that torch holds, pools included."""
@@ -328,8 +330,12 @@ def _nothing() -> None:
     pass
 
 
-def _root_message(error: BaseException) -> str:
+def _root(error: BaseException) -> BaseException:
     # The error of capture_end hides the one that invalidated the capture: report the first.
     while error.__context__ is not None:
         error = error.__context__
+    return error
+
+
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -16,7 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from mmgraph.errors import CaptureError
 
-__all__ = ["COPIES", "HOST_READS", "INDEXED", "CaptureGuard", "HostAccess", "depends_on_mask"]
+__all__ = [
+    "COPIES",
+    "HOST_READS",
+    "INDEXED",
+    "BrokenCapture",
+    "CaptureGuard",
+    "HostAccess",
+    "depends_on_mask",
+]
 
 _aten = torch.ops.aten
 HOST_READS = frozenset(
@@ -42,6 +50,10 @@ INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_p
 
 class HostAccess(CaptureError):
     """A call reads data on the host or uploads some; that may be the same in each call."""
+
+
+class BrokenCapture(CaptureError):
+    """CUDA refused something while it recorded, that the guard can't see."""
 
 
 class CaptureGuard(TorchDispatchMode):

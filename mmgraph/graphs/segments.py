@@ -221,14 +221,16 @@ def breaks_at(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = eager_break(module.forward)
+            forward: Any = eager_break(module.forward)
+            forward.__module__ = __name__  # not the model's: it is ours, and goes
+            module.__dict__["forward"] = forward
         yield
     finally:
-        for module, forward in reversed(before):
-            if forward is None:
+        for module, original in reversed(before):
+            if original is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = original
 
 
 def break_at_modules(model: nn.Module, names: tuple[str, ...]) -> AbstractContextManager[None]:

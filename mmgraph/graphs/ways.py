@@ -11,56 +11,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 
-from mmgraph.graphs.guard import HostAccess
+from mmgraph.graphs.guard import BrokenCapture, HostAccess
 from mmgraph.graphs.patch import ThreadPatch
 
-__all__ = ["Way", "as_if_capturing"]
+__all__ = ["as_if_capturing", "either_way"]
+
+_Graph = TypeVar("_Graph")
 
 
-class Way:
-    """Which way the models of one backend go: that of eager mode until one reads on it."""
+def either_way(capture: Callable[[], _Graph]) -> _Graph:
+    """Capture the way of eager mode; where something on it can't be captured, the other way.
 
-    def __init__(self) -> None:
-        self._as_captured = False
-
-    def taken(self) -> AbstractContextManager[None]:
-        """Within the block models go this way."""
-        return as_if_capturing(self._as_captured)
-
-    def find(self, runs: Callable[[], object]) -> None:
-        """Do guarded runs the way of eager mode; where they read on the host, the other way.
-
-        That is the way from then on: models read in one call what they read in all.
-
-        Raises:
-            HostAccess: They read either way.
-        """
-        try:
-            with self.taken():
-                runs()
-            return
-        except HostAccess:
-            if self._as_captured:
-                raise
-        self._as_captured = True
-        try:
-            with self.taken():
-                runs()
-        except BaseException:
-            self._as_captured = False
-            raise
+    Raises:
+        CaptureError: Where neither can: what is in the way of eager mode.
+    """
+    try:
+        with as_if_capturing(False):
+            return capture()
+    except (HostAccess, BrokenCapture) as error:
+        kind, why = type(error), str(error)  # not the error: it keeps tensors alive
+    try:
+        with as_if_capturing(True):
+            return capture()
+    except (HostAccess, BrokenCapture) as error:
+        raise kind(why) from error
 
 
 @contextmanager
 def as_if_capturing(answer: bool) -> Iterator[None]:
-    """Within the block models are told, in this thread, that a stream captures or that none does.
+    """Within the block transformers is told, in this thread, that a stream captures or not.
 
-    A caller that has to know, the compiler for one, is told the truth.
+    Everybody else is told the truth: libraries have good reasons to ask.
     """
     token = _answer.set(answer)
     try:
@@ -70,14 +57,13 @@ def as_if_capturing(answer: bool) -> Iterator[None]:
         _answer.reset(token)
 
 
-def _unless_it_is_asked_by_us() -> bool:
+def _if_it_is_asked_by_a_model() -> bool:
     caller = sys._getframe(2).f_globals.get("__name__", "")  # behind the patch
-    if caller.startswith(_NOT_MODELS):
-        return torch.cuda.graphs.is_current_stream_capturing()
-    return _answer.get()
+    if caller.startswith(_MODELS):
+        return _answer.get()
+    return torch.cuda.graphs.is_current_stream_capturing()
 
 
-_NOT_MODELS = ("torch.", "mmgraph.", "triton.", "torchao.", "bitsandbytes.", "flash_attn.")
-"""Who has to know: the compiler refuses to compile while a stream really captures."""
+_MODELS = ("transformers.", "transformers_modules.")
 _answer: ContextVar[bool] = ContextVar("mmgraph_as_if_capturing", default=False)
-_told = ThreadPatch(torch.cuda, "is_current_stream_capturing", _unless_it_is_asked_by_us)
+_told = ThreadPatch(torch.cuda, "is_current_stream_capturing", _if_it_is_asked_by_a_model)

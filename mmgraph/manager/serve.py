@@ -151,14 +151,14 @@ class Server:
             try:
                 with self._lock:
                     output, key = self._exact.serve(mm_kwargs, reason, self._room())
+                    self._changes.replayed(fresh=self._stats.replays(key) == 0)
+                    self._stats.replayed(key, num_items, key.token_budget)
+                    if self._store.is_over:
+                        self._exact.refuse(key)
             except Refusal as refusal:
                 if refusal.reason is not reason:
                     reason, why = refusal.reason, str(refusal)
             else:
-                self._changes.replayed(fresh=self._stats.replays(key) == 0)
-                self._stats.replayed(key, num_items, key.token_budget)
-                if self._store.is_over:
-                    self._exact.refuse(key)
                 return self._audited(mm_kwargs, output)
         self._missed(reason, num_items, why)
         with self._range("eager", reason.name):

@@ -83,6 +83,7 @@ class FusedActivations:
             p
             for p in self._pairs
             if type(p.linear) is nn.Linear
+            and p.linear.bias is not None
             and type(p.activation) is self._classes[p.activation]
             and p.is_as_found
         ]

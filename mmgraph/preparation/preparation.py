@@ -7,6 +7,7 @@ switched off. Only captures see it: a call in eager mode runs the library's own 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -77,7 +78,8 @@ class Preparation:
         )
         """The kernels that were chosen; ``None`` if none are to be."""
         self._compiled = False
-        self._without_compile = False
+        self._without_compile: set[int] = set()
+        """Threads that capture without it."""
         self.on_trial = self.no_compile is None
         """Whether it is still to be shown that compiled blocks are right and faster."""
 
@@ -86,7 +88,8 @@ class Preparation:
 
         Without `compiled`, with all but that one.
         """
-        if self.no_compile is not None or self._without_compile or not compiled:
+        left_out = threading.get_ident() in self._without_compile
+        if self.no_compile is not None or left_out or not compiled:
             with self._applied(compiled=False):
                 return forward()
         try:
@@ -108,11 +111,11 @@ class Preparation:
     @contextmanager
     def without_compile(self) -> Iterator[None]:
         """Within the block captures take the blocks as they are."""
-        self._without_compile = True
+        self._without_compile.add(threading.get_ident())
         try:
             yield
         finally:
-            self._without_compile = False
+            self._without_compile.discard(threading.get_ident())
 
     def decide(self, why_not: str | None, *, failed: bool = False) -> None:
         """End the trial: compile blocks or don't, and why; that is a warning if it `failed`."""

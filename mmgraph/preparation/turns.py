@@ -25,7 +25,7 @@ class Turns:
         self._changed = threading.Condition()
         self._together: dict[int, int] = {}
         self._alone: int | None = None
-        self._depth = 0
+        self._depth = self._count = 0
         self._waiting = 0
 
     @contextmanager
@@ -57,6 +57,7 @@ class Turns:
                 self._changed.notify_all()
             self._alone = me
             self._depth += 1
+            self._count += 1
         try:
             yield
         finally:
@@ -65,6 +66,13 @@ class Turns:
                 if not self._depth:
                     self._alone = None
                     self._changed.notify_all()
+
+    def alterations(self) -> int:
+        """A number that is another one whenever the tower was altered, or is by another thread.
+
+        Whoever reads the tower without taking a turn compares it before and after.
+        """
+        return -1 if self._alone not in (None, threading.get_ident()) else self._count
 
     def _may_join(self, me: int) -> bool:
         if self._alone is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,8 @@ from torch.nn.modules import module as torch_modules
 
 import mmgraph
 from mmgraph import GraphConfig, Handle, Reason
+from mmgraph.encoders import TowerWatch
+from mmgraph.preparation import Turns
 from mmgraph.recipes import load_recipe
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -408,3 +412,56 @@ def test_exact_graphs_are_out_of_date_as_well(device: str) -> None:
             with mmgraph.encoders.eager_towers():
                 torch.testing.assert_close(ours, call(), rtol=1e-3, atol=1e-3)
         assert handle.stats().hits == 3
+
+
+@torch.no_grad()
+def test_a_patched_forward_that_is_patched_again_is_noticed(tower: nn.Module) -> None:
+    mlp = block(tower).mlp
+    original = type(mlp).forward
+    mlp.forward = lambda x: original(mlp, x)
+    with mmgraph.attach(tower, CONFIG) as handle:
+        assert_right(tower, handle, replayed=True)
+        mlp.forward = lambda x: original(mlp, x) * 2
+        assert_right(tower, handle, replayed=True)
+        del mlp.forward
+        assert_right(tower, handle, replayed=True)
+
+
+def alter_forward(tower: nn.Module) -> Callable[[], None]:
+    mlp = block(tower).mlp
+    mlp.forward = functools.partial(type(mlp).forward, mlp)
+    return lambda: delattr(mlp, "forward")
+
+
+def alter_attention(tower: nn.Module) -> Callable[[], None]:
+    before = tower.config._attn_implementation
+    tower.config._attn_implementation_internal = "eager"
+    return lambda: setattr(tower.config, "_attn_implementation_internal", before)
+
+
+@pytest.mark.parametrize("alter", [alter_forward, alter_attention])
+def test_what_another_thread_alters_for_a_capture_is_no_change(
+    tower: nn.Module, alter: Callable[[nn.Module], Callable[[], None]]
+) -> None:
+    """A model of timm has four methods, each with graphs and locks of its own."""
+    turns = Turns()
+    watch = TowerWatch(tower, turns)
+    before, altered, leave = watch.version, threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with turns.alone():
+            undo = alter(tower)
+            altered.set()
+            assert leave.wait(20)
+            undo()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert altered.wait(20)
+    assert watch.version == before
+    leave.set()
+    thread.join()
+    assert watch.version == before
+    undo = alter(tower)
+    assert watch.version != before
+    undo()

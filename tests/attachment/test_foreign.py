@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel
@@ -210,3 +211,24 @@ def test_sizes_are_counted_without_graphs(tower: nn.Module) -> None:
     assert stats.misses == {Reason.ENFORCE_EAGER: 2}
     assert sum(stats.call_sizes.values()) == 1
     assert sum(stats.item_sizes.values()) == 2
+
+
+def test_transforms_of_functional_calls_go_through(tower: nn.Module) -> None:
+    x = pixels(tower)
+    weights = {name: p.detach().clone() for name, p in tower.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = functional_call(tower, parameters, (x,)).last_hidden_state.sum()
+        return output
+
+    expected = torch.func.grad(loss)(weights)
+    with mmgraph.attach(tower, CONFIG) as handle:
+        with torch.no_grad():
+            features(tower, x)
+        ours = torch.func.grad(loss)(weights)
+        assert handle.stats().misses == {Reason.COMPILING: 2}
+        with torch.no_grad():
+            features(tower, x)
+        assert handle.stats().graphs[0].replays == 2  # and nothing has changed
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-3)

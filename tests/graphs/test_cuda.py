@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.cuda.graphs import is_current_stream_capturing
+from transformers.utils.import_utils import is_cuda_stream_capturing
 
 from mmgraph import freeze_gc_for_cudagraph_capture
 from mmgraph.graphs.cuda import CudaBackend
@@ -81,7 +82,7 @@ def test_the_callable_is_warmed_up_on_another_stream_and_recorded_once(
     def run(buffers: Buffers) -> list[torch.Tensor]:
         stream = torch.cuda.current_stream()
         calls.append((is_current_stream_capturing(), stream == caller))
-        told.append(torch.cuda.is_current_stream_capturing())
+        told.append(is_cuda_stream_capturing())
         return affine(2)(buffers)
 
     caller = torch.cuda.current_stream()
@@ -99,16 +100,30 @@ def test_what_reads_in_eager_mode_goes_the_way_of_a_capture(
     told: list[bool] = []
 
     def run(buffers: Buffers) -> list[torch.Tensor]:
-        told.append(torch.cuda.is_current_stream_capturing())
+        told.append(is_cuda_stream_capturing())
         if not told[-1] and bool((buffers["x"] == torch.inf).all()):
             return [buffers["x"]]
         return affine(2)(buffers)
 
     assert_follows(backend.capture(run, {"x": x}), x, 2)
     assert told == [False, False, True, True, True]
-    told.clear()
+
+
+def test_what_only_cuda_sees_goes_the_way_of_a_capture_too(
+    backend: CudaBackend, x: torch.Tensor
+) -> None:
+    told: list[bool] = []
+
+    def run(buffers: Buffers) -> list[torch.Tensor]:
+        told.append(is_cuda_stream_capturing())
+        if not told[-1]:
+            torch.cuda.synchronize()
+        return affine(2)(buffers)
+
+    older = backend.capture(affine(3), {"x": x})
     assert_follows(backend.capture(run, {"x": x}), x, 2)
-    assert told == [True] * 3  # the first way isn't tried again
+    assert told == [False] * 3 + [True] * 3
+    assert_follows(older, x, 3)
 
 
 def test_closing_every_graph_and_capturing_again_works(
@@ -308,7 +323,7 @@ def test_what_is_compiled_for_a_capture_is_compiled_before_it(
     compiled = torch.compile(normalised, dynamic=True)
 
     def run(buffers: Buffers) -> list[torch.Tensor]:
-        captures = torch.cuda.is_current_stream_capturing()
+        captures = is_cuda_stream_capturing()
         if not captures and not bool(buffers["x"].isfinite().all()):
             return [buffers["x"]]
         guarded = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
@@ -327,7 +342,7 @@ def test_the_collector_is_off_while_a_call_is_recorded(
     seen: list[tuple[bool, bool]] = []
 
     def run(buffers: Buffers) -> list[torch.Tensor]:
-        seen.append((torch.cuda.is_current_stream_capturing(), gc.isenabled()))
+        seen.append((is_current_stream_capturing(), gc.isenabled()))
         return affine(2)(buffers)
 
     backend.capture(run, {"x": x})

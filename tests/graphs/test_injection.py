@@ -119,6 +119,8 @@ STEPS = [
     ("cuda", SEGMENTED, torch.cuda.CUDAGraph, "capture_end", 2, True),
     ("cuda", SEGMENTED, torch.cuda.CUDAGraph, "replay", 1, False),
     ("cuda", ["full"], mmgraph.graphs.cuda, "weak_view", 1, False),
+    ("cuda", ["pieces"], mmgraph.graphs.segments, "_EagerCall", 2, False),  # the first is guarded
+    ("cuda", ["pieces"], mmgraph.graphs.segments, "_EagerCall", 2, True),
     *(
         (device, SEGMENTED, mmgraph.graphs.segments, function, 1, after)
         for device in ("cpu", "cuda")

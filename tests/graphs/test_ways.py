@@ -1,4 +1,4 @@
-"""The way that models go in a capture: that of eager mode, unless they read on it."""
+"""The way that models go in a capture: that of eager mode, unless it can't be captured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils.import_utils import is_cuda_stream_capturing
 
-from mmgraph.graphs.guard import HostAccess
-from mmgraph.graphs.ways import Way, as_if_capturing
+from mmgraph import CaptureError
+from mmgraph.graphs.guard import BrokenCapture, HostAccess
+from mmgraph.graphs.ways import as_if_capturing, either_way
 
 
 @pytest.fixture(autouse=True)
@@ -17,60 +19,55 @@ def nobody_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
 
 
-class Reader:
-    """Reads on the host on some ways."""
+class Capture:
+    """Fails on some ways."""
 
-    def __init__(self, *ways: bool, error: Exception | None = None) -> None:
-        self.ways = ways
-        self.error = error or HostAccess("it reads")
+    def __init__(self, **errors: Exception) -> None:
+        self.errors = {"eager": errors.get("eager"), "captured": errors.get("captured")}
         self.told: list[bool] = []
 
-    def __call__(self) -> None:
-        self.told.append(torch.cuda.is_current_stream_capturing())
-        if self.told[-1] in self.ways:
-            raise self.error
+    def __call__(self) -> str:
+        self.told.append(is_cuda_stream_capturing())
+        error = self.errors["captured" if self.told[-1] else "eager"]
+        if error is not None:
+            raise error
+        return "graph"
 
 
-def goes(way: Way) -> bool:
-    with way.taken():
-        return torch.cuda.is_current_stream_capturing()
+def test_it_is_the_way_of_eager_mode_if_that_can_be_captured() -> None:
+    capture = Capture(captured=HostAccess("it reads"))
+    assert either_way(capture) == "graph"
+    assert capture.told == [False]
 
 
-def test_it_is_the_way_of_eager_mode_if_that_reads_nothing() -> None:
-    way, runs = Way(), Reader(True)
-    way.find(runs)
-    assert runs.told == [False]
-    assert not goes(way)
+@pytest.mark.parametrize("error", [HostAccess("it reads"), BrokenCapture("CUDA refuses it")])
+def test_it_is_the_other_way_where_it_can_not(error: Exception) -> None:
+    capture = Capture(eager=error)
+    for _ in range(2):  # the first one is tried each time: another call may read nothing
+        assert either_way(capture) == "graph"
+    assert capture.told == [False, True] * 2
 
 
-def test_it_is_the_way_of_a_capture_from_the_first_read_on() -> None:
-    way, runs = Way(), Reader(False)
-    way.find(runs)
-    assert runs.told == [False, True]
-    assert goes(way)
-    way.find(runs)
-    assert runs.told == [False, True, True]
+def test_where_neither_can_be_captured_the_error_is_that_of_eager_mode() -> None:
+    capture = Capture(eager=HostAccess("it reads"), captured=BrokenCapture("CUDA refuses it"))
+    with pytest.raises(HostAccess, match="it reads") as caught:
+        either_way(capture)
+    assert isinstance(caught.value.__cause__, BrokenCapture)
+    assert capture.told == [False, True]
 
 
-def test_what_reads_on_both_ways_changes_nothing() -> None:
-    way, runs = Way(), Reader(False, True)
-    for _ in range(2):
-        with pytest.raises(HostAccess):
-            way.find(runs)
-    assert runs.told == [False, True] * 2
-    assert not goes(way)
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug"), torch.OutOfMemoryError("no memory")])
+@pytest.mark.parametrize("error", [CaptureError("no memory"), ValueError("a bug")])
 def test_another_error_is_no_reason_for_another_way(error: Exception) -> None:
-    way, runs = Way(), Reader(False, error=error)
+    capture = Capture(eager=error)
     with pytest.raises(type(error)):
-        way.find(runs)
-    assert runs.told == [False]
-    assert not goes(way)
+        either_way(capture)
+    assert capture.told == [False]
+    capture = Capture(eager=HostAccess("it reads"), captured=error)
+    with pytest.raises(type(error), match=str(error)):
+        either_way(capture)
 
 
-def test_models_are_told_whether_a_stream_captures_and_the_compiler_knows(
+def test_models_are_told_whether_a_stream_captures_and_others_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def asked_by(name: str) -> Any:
@@ -78,8 +75,8 @@ def test_models_are_told_whether_a_stream_captures_and_the_compiler_knows(
         exec("answer = torch.cuda.is_current_stream_capturing()", scope)
         return scope["answer"]
 
-    models = ("transformers.utils.import_utils", "model")
-    others = ("torch._dynamo.convert_frame", "mmgraph.ops", "triton.runtime")
+    models = ("transformers.utils.import_utils", "transformers_modules.some.modeling")
+    others = ("torch._dynamo.convert_frame", "mmgraph.ops", "vllm.distributed", "__main__")
     for answer in (True, False):
         for module in (torch.cuda, torch.cuda.graphs):
             monkeypatch.setattr(module, "is_current_stream_capturing", lambda: not answer)  # noqa: B023
