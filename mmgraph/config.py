@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mmgraph.errors import ConfigError
+from mmgraph.types import Reason
 
 __all__ = ["Backend", "CaptureMode", "GraphConfig", "Mode", "OnChange"]
 
@@ -136,6 +137,13 @@ class GraphConfig:
                 f"the largest of token_budgets, {max(self.token_budgets)}, can't hold "
                 f"max_items={self.max_items} items of a token each: raise it or lower max_items"
             )
+
+    @property
+    def closed(self) -> Reason | None:
+        """Why nothing may run from graphs, if nothing may."""
+        if self.enforce_eager:
+            return Reason.ENFORCE_EAGER
+        return None if self.cudagraph_mm_encoder else Reason.DISABLED
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GraphConfig:

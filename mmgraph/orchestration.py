@@ -206,6 +206,7 @@ def capture_model(
 
     Raises:
         CaptureError: An encoder can't be captured, for another reason than memory.
+        Exception: What the decoder's `dummy_run` raised, likewise; the encoder's graphs stay.
     """
     start = time.perf_counter()
     managers, reasons = _open_managers(encoder)

@@ -64,7 +64,7 @@ class SupportsEncoderCudaGraph(SupportsMultiModal, Protocol):
         """
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
-        """Run the encoder on the buffers of `key`; recorded once, then never called again.
+        """Run the encoder on the buffers of `key`; called a few times and recorded once.
 
         Returns a tensor or a pytree of tensors. Each has either `key.token_budget` divided by a
         whole number as one of its first two dimensions, or (rows layout) one entry a row.

@@ -209,7 +209,8 @@ class BufferSpec:
         shape: Full shape for the key; dimension 0 grows with the key, the others are fixed.
         dtype: Element type.
         example: Contents that are valid for the key, of this shape or broadcast to it, used while
-            it is warmed up and captured; ``None`` means random numbers.
+            it is warmed up and captured; ``None`` means random numbers, or zeros where they
+            aren't floating-point.
     """
 
     shape: tuple[int, ...]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmgraph.encoders import eager_towers
+from mmgraph.encoders import Tower, eager_towers
 from mmgraph.errors import ConfigError
 
 __all__ = ["FeatureModel", "feature_functions"]
@@ -30,12 +30,12 @@ class FeatureModel:
 
     Args:
         model: A model of transformers, or a pure encoder.
-        modalities: What a pure encoder takes, if it has no feature functions.
+        tower: What is called if it has no feature functions.
         eager: Leave the graphs out.
     """
 
-    def __init__(self, model: nn.Module, modalities: tuple[str, ...], *, eager: bool) -> None:
-        self._functions = feature_functions(model) or dict.fromkeys(modalities, model)
+    def __init__(self, model: nn.Module, tower: Tower, *, eager: bool) -> None:
+        self._functions = feature_functions(model) or dict.fromkeys(tower.modalities, tower.module)
         self._main_inputs = {m: _first_parameter(f) for m, f in self._functions.items()}
         self._eager = eager
 

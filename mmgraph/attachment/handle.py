@@ -77,7 +77,6 @@ class Handle:
             CaptureError: An encoder can't be captured.
             ConfigError: The handle is detached.
         """
-        self._check_attached()
         managers = self.prepare_capture()
         total = sum(len(manager.upfront.keys_with_room()) for manager in managers)
         with tqdm(total=total, desc="capture", disable=not self.config.progress) as bar:
@@ -143,10 +142,12 @@ class Handle:
 
         Raises:
             UnsupportedModelError: The input shape of no encoder can be read off it.
+            ConfigError: The handle is detached.
         """
+        self._check_attached()
         usual = [m for m in self._methods if is_usual(m.encoder.tower, m.encoder.method)]
         managers = [m.manager for m in usual if m.manager is not None]
-        if managers and self._attached:
+        if managers:
             rehearse(self.model, [m.encoder for m in usual])
         known: list[EncoderCudaGraphManager] = []
         for manager in managers:
@@ -280,7 +281,7 @@ class Handle:
         return self._backends[device]
 
     def _features(self, *, eager: bool) -> FeatureModel:
-        return FeatureModel(self.model, self._methods[0].encoder.tower.modalities, eager=eager)
+        return FeatureModel(self.model, self._methods[0].encoder.tower, eager=eager)
 
 
 def _prepare(tower: Tower, config: GraphConfig) -> Preparation:

@@ -51,7 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image", nargs="+", default=[], metavar="FILE", help="pictures of your own"
     )
-    parser.add_argument("-n", type=int, default=0, help="timed repeats (default: 20, 3 on a CPU)")
+    parser.add_argument("-n", type=_positive, help="timed repeats (default: 20, 3 on a CPU)")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -67,7 +67,10 @@ def _on_trace(
     try:
         with torch.no_grad():
             run(buffers)
-            return recording(wrap(TapeRecorder(backend.about_to_end)), lambda: run(buffers))
+            recorder: SegmentRecorder = TapeRecorder(backend.about_to_end)
+            if wrap is _as_it_is:
+                recorder = ModesRecorder(recorder, CaptureGuard("cpu"))
+            return recording(wrap(recorder), lambda: run(buffers))
     except CaptureError:
         raise
     except Exception as error:

@@ -26,15 +26,28 @@ class StaticBuffers:
         self._addresses = {name: view.data_ptr() for name, view in self.views.items()}
 
     def load(self, pieces: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Copy the pieces of each buffer end to end into its first rows."""
+        """Copy the pieces of each buffer end to end into its first rows.
+
+        Raises:
+            ReplayError: A buffer is left out or unknown, or a piece doesn't fit into it.
+        """
+        if pieces.keys() != self.views.keys():
+            raise ReplayError(f"the graph reads {sorted(self.views)}, but got {sorted(pieces)}")
         for name, tensors in pieces.items():
             view, start = self.views[name], 0
+            if isinstance(tensors, torch.Tensor):
+                raise ReplayError(f"the pieces of {name!r} must be a sequence of tensors, got one")
             for tensor in tensors:
-                length = tensor.shape[0]
-                whole = start == 0 and length == view.shape[0]
-                rows = view if whole else view.narrow(0, start, length)
+                end = start + tensor.shape[0]
+                if end > view.shape[0] or tensor.shape[1:] != view.shape[1:]:
+                    raise ReplayError(
+                        f"a piece of shape {tuple(tensor.shape)} from row {start} on doesn't fit "
+                        f"into the buffer {name!r} of shape {tuple(view.shape)}"
+                    )
+                whole = end - start == view.shape[0]
+                rows = view if whole else view.narrow(0, start, end - start)
                 rows.copy_(tensor, non_blocking=True)
-                start += length
+                start = end
 
     def check_addresses(self) -> None:
         """Raise unless every buffer is where it was at capture.

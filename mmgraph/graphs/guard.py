@@ -57,7 +57,15 @@ class BrokenCapture(CaptureError):
 
 
 class CaptureGuard(TorchDispatchMode):
-    """Within it an operation that a CUDA graph can't hold raises ``HostAccess``."""
+    """Within it an operation that a CUDA graph can't hold raises ``HostAccess``.
+
+    Args:
+        devices: Types of device that a graph would run on.
+    """
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self._devices = devices or ("cuda",)
 
     def __torch_dispatch__(
         self,
@@ -72,12 +80,13 @@ class CaptureGuard(TorchDispatchMode):
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        on_device = any(tensor.is_cuda for tensor in _tensors(args, kwargs))
+        on_device = any(t.device.type in self._devices for t in _tensors(args, kwargs))
         if on_device and func in HOST_READS and kwargs.get("output_size") is None:
             raise HostAccess(f"it reads data on the host, at {func}")
         if on_device and func in INDEXED and depends_on_mask(args):
             raise HostAccess(f"the shape of a result depends on data, at {func} with a mask")
-        if on_device and func is _CONSTANT:  # torch.tensor(...) copies with all modes off
+        # torch.tensor(...) copies with all modes off; one on the host may well stay there.
+        if on_device and func is _CONSTANT and "cpu" not in self._devices:
             raise HostAccess("it makes a tensor on the device from numbers on the host")
         if func in INDEXED and uploads(args):
             raise HostAccess(f"it uploads positions or values from the host, at {func}")

@@ -104,6 +104,8 @@ class ForwardContext:
     log: GraphLog = field(default_factory=GraphLog, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mode, CUDAGraphMode):
+            raise ConfigError(f"mode must be a CUDAGraphMode, got {self.mode!r}")
         if self.mode is CUDAGraphMode.FULL_AND_PIECEWISE:
             raise ConfigError(
                 "a forward runs in mode NONE, PIECEWISE or FULL: resolve FULL_AND_PIECEWISE to one "
@@ -126,7 +128,8 @@ def forward_context(
     """Run a forward in a mode; contexts nest, the innermost counts.
 
     Raises:
-        ConfigError: `mode` is FULL_AND_PIECEWISE, which is a setting and no mode of a forward.
+        ConfigError: `mode` is no CUDAGraphMode, or FULL_AND_PIECEWISE, which is a setting and no
+            mode of a forward.
     """
     context = ForwardContext(mode, descriptor, capture_allowed)
     token = _current.set(context)

@@ -10,6 +10,8 @@ import torch
 from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
+from mmgraph.errors import CaptureError
+
 __all__ = ["Rebuild", "fields_of", "flatten", "reordered", "storage_of", "tensors_in"]
 
 Rebuild = Callable[[list[torch.Tensor]], Any]
@@ -17,9 +19,19 @@ Rebuild = Callable[[list[torch.Tensor]], Any]
 
 
 def flatten(tree: Any) -> tuple[list[torch.Tensor], Rebuild]:
-    """Return the tensors of `tree` and a function that puts others in their places."""
+    """Return the tensors of `tree` and a function that puts others in their places.
+
+    Raises:
+        CaptureError: There are tensors in something that isn't taken apart.
+    """
     fields = fields_of(tree)
     leaves, structure = pytree.tree_flatten(tree)
+    hidden = next(filter(_hides_tensors, leaves), None)
+    if hidden is not None:
+        raise CaptureError(
+            f"tensors in a {type(hidden).__name__} can't be followed: return tuples, dicts or a "
+            "class that torch.utils._pytree knows"
+        )
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
@@ -30,6 +42,11 @@ def flatten(tree: Any) -> tuple[list[torch.Tensor], Rebuild]:
         return reordered(pytree.tree_unflatten(values, structure), fields)
 
     return [leaves[i] for i in places], rebuild
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    held = {} if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {})
+    return any(isinstance(value, torch.Tensor) for value in held.values())
 
 
 def fields_of(tree: Any) -> tuple[str, ...]:

@@ -41,12 +41,6 @@ def budgets_of(config: GraphConfig, facts: EncoderFacts) -> tuple[int, ...]:
             f"token budgets of {facts.name} must be multiples of {granularity} (its spatial "
             f"merge), got {odd[0]}: use {-(-odd[0] // granularity) * granularity}"
         )
-    if config.token_budgets[-1] < config.max_items * granularity:
-        raise ConfigError(
-            f"the largest of token_budgets, {config.token_budgets[-1]}, can't hold max_items="
-            f"{config.max_items} items of {facts.name}, {granularity} tokens each at least: raise "
-            "it or lower max_items"
-        )
     return config.token_budgets
 
 

@@ -88,7 +88,8 @@ class EncoderCudaGraphManager:
         self._audit = Audit(config.verify_every, self.facts.name)
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
-        self._serving = self._plans.lazy
+        self._lazy, self._blocks = self._plans.lazy, 0
+        self._serving = self._plans.lazy and config.closed is None
         recapture = self._plans.lazy and config.on_change == "recapture"
         self._changes = Changes(model, self.facts.name, recapture=recapture, free=self._free)
         self._server = Server(
@@ -128,7 +129,10 @@ class EncoderCudaGraphManager:
             CaptureError: Not one of the graphs could be captured; the first failure is named.
                 Where memory ran out, all budgets are tried before.
         """
+        if self.config.closed is not None:
+            return 0
         with self._lock:
+            self._renew()
             self.backend.use_pool(graph_pool)
             self._plans.clear()
             num_bytes = self.upfront.capture(progress)
@@ -166,9 +170,11 @@ class EncoderCudaGraphManager:
                 ``max_graphs`` is reached.
         """
         if self._exact is None:
-            raise UnsupportedModelError(f"{self.facts.name} has no graphs of exact calls")
+            why = ": mode is 'full'" if self.config.mode == "full" else ""
+            raise UnsupportedModelError(f"{self.facts.name} has no graphs of exact calls{why}")
         try:
             with self._lock, torch.no_grad():
+                self._renew()
                 self._server.refuse_mode(mm_kwargs)
                 self._exact.capture(mm_kwargs, self.config.max_graphs - len(self._store.entries))
                 self._serving = True
@@ -182,20 +188,27 @@ class EncoderCudaGraphManager:
         So an encoder with ``capture="upfront"`` learns from examples what to be ready for, sizes
         that need graphs of exact calls included.
         """
-        before = self._plans.lazy
-        self._set_capturing(lazy=True, at_once=True)
+        self._set_capturing(+1)
         try:
             yield
         finally:
-            self._set_capturing(lazy=before, at_once=False)
+            self._set_capturing(-1)
 
-    def _set_capturing(self, *, lazy: bool, at_once: bool) -> None:
+    def _set_capturing(self, blocks: int) -> None:
+        """Count blocks of several threads: the last one that ends restores what was before."""
         with self._lock:
-            self._plans.lazy, self._plans.at_once = lazy, at_once
+            self._blocks += blocks
+            at_once, is_open = self._blocks > 0, self.config.closed is None
+            self._plans.lazy, self._plans.at_once = self._lazy or at_once, at_once
             self._plans.clear()
-            self._serving = lazy or bool(self.stats().graphs)
+            self._serving = is_open and (self._plans.lazy or bool(self.stats().graphs))
             if self._exact is not None:
                 self._exact.at_once = at_once
+
+    def _renew(self) -> None:
+        """Free what is out of date, and serve again from what comes now."""
+        if self._changes.noticed():
+            self._changes.reset()
 
     def use_budgets(self, budgets: Sequence[int]) -> None:
         """Serve from these ascending budgets, in tokens, from now on.
@@ -240,7 +253,7 @@ class EncoderCudaGraphManager:
         """Free every graph and buffer; lazily captured ones come back on use."""
         with self._lock:
             self._free()
-            self._serving = self._plans.lazy
+            self._serving = self._plans.lazy and self.config.closed is None
             self._changes.reset()
             self._audit.reset()
 
@@ -255,7 +268,7 @@ class EncoderCudaGraphManager:
     def shutdown(self) -> None:
         """Free every graph and buffer; nothing is captured on use any more."""
         with self._lock:
-            self._plans.lazy = False
+            self._lazy = self._plans.lazy = False
             self.clear()
 
     def stats(self) -> EncoderStats:

@@ -34,6 +34,7 @@ class OutputLayout:
         constants: Values of the leaves that are no tensors.
         tree: The structure around the leaves.
         order: Fields of an output of transformers, in the order in which the tower gave them.
+        rows: Whether each item is one entry.
     """
 
     leaves: tuple[_Leaf, ...]
@@ -41,6 +42,7 @@ class OutputLayout:
     constants: tuple[Any, ...]
     tree: Any
     order: tuple[str, ...]
+    rows: bool
 
     @classmethod
     def record(
@@ -61,7 +63,7 @@ class OutputLayout:
         constants = tuple(
             None if slot is not None else v for v, slot in zip(flat, slots, strict=True)
         )
-        return cls(leaves, slots, constants, tree, fields_of(output)), tensors
+        return cls(leaves, slots, constants, tree, fields_of(output), rows), tensors
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put flat tensors back into the encoder's own structure."""
@@ -73,8 +75,10 @@ class OutputLayout:
         return reordered(built, self.order)
 
     def split(self, tensor: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
-        """Split the first tensor of an output by item; views, (rows, D) each where it is packed."""
+        """Split the first tensor of an output by item; views, (rows, D) each."""
         leaf = self.leaves[0]
+        if self.rows and tensor.dim() > 2:
+            return list(tensor.unbind(leaf.dim))
         sizes = [item.num_tokens // leaf.divisor for item in batch.items]
         return list(torch.split(tensor, sizes, leaf.dim))
 
@@ -123,7 +127,7 @@ class Collector:
 def eager_tensors(output: Any, facts: EncoderFacts) -> list[torch.Tensor]:
     """Flat tensors of what ``embed_multimodal`` returned, as a graph would give them."""
     if facts.eager_returns == "items":
-        return [torch.cat(list(output))]
+        return [(torch.stack if facts.layout == "rows" else torch.cat)(list(output))]
     return flatten_outputs(output)
 
 

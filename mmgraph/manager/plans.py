@@ -122,6 +122,9 @@ class Plans:
             missing = Reason.GRAPH_LIMIT
         elif self.lazy and any(not store.has_room(key) for key in waiting):
             missing = Reason.MEMORY_LIMIT
+        elif not self.lazy and not store.entries:  # captured up front, or tried
+            missing = Reason.MEMORY_LIMIT if store.too_large else missing
+            missing = next(iter(store.failed.values()), missing)
         may_capture = may_capture and self.lazy
         return Graphs(store.entries.keys(), store.failed, may_capture, missing, store.measured)
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from mmgraph.config import GraphConfig
 from mmgraph.env import debug_enabled
@@ -106,10 +107,14 @@ class Server:
         self, mm_kwargs: Mapping[str, Any]
     ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
         self._stats.called()
-        distrust = self._distrust()
+        distrust = self._config.closed or self._distrust()
         try:
             batch = self._model.item_specs(mm_kwargs)
+            if not batch.items:
+                raise Refusal(Reason.NO_ITEMS, batch)
             self._stats.seen(tuple([item.num_tokens for item in batch.items]))
+            if torch.is_grad_enabled() and self._wants_gradients(mm_kwargs):
+                raise Refusal(Reason.GRAD, batch)
             if self._backend.busy():
                 raise Refusal(Reason.COMPILING, batch)
             if distrust is not None or self._config.mode == "piecewise":
@@ -188,6 +193,11 @@ class Server:
                 raise
         if self._backend.busy():
             raise Refusal(Reason.COMPILING)
+
+    def _wants_gradients(self, mm_kwargs: Mapping[str, Any]) -> bool:
+        own = self._model.parameters() if isinstance(self._model, nn.Module) else ()
+        values = (*mm_kwargs.values(), *own)
+        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     def _distrust(self) -> Reason | None:
         """Why no graph may serve now; frees those that are no longer right."""

@@ -97,6 +97,22 @@ def test_two_modalities_in_one_call(family: str, device: str) -> None:
     assert stats.calls == 2
 
 
+@torch.no_grad()
+def test_a_runner_serves_a_model_without_feature_functions(device: str) -> None:
+    """Whisper has none: its encoder is called."""
+    recipe = load_recipe("whisper:tiny")
+    model = recipe.build_model(device=device, dtype=torch.float32)
+    encoder = model.model.encoder
+    shape = (2, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    clips = torch.randn(shape, device=device)
+    expected = encoder(clips).last_hidden_state
+    with mmgraph.attach(model, CONFIG) as handle:
+        items = [("audio", {"input_features": clip[None]}) for clip in clips]
+        outputs = handle.runner().execute_mm_encoder(items)
+        assert handle.stats().hits == 2
+    torch.testing.assert_close(torch.stack(outputs), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_whisper_generates_from_a_captured_encoder(device: str) -> None:
     whisper = Model("whisper", device)
     features = torch.randn(2, 128, 128, device=device)

@@ -309,6 +309,23 @@ def metadata_of(tower: nn.Module, device: str) -> dict[str, torch.Tensor]:
     }
 
 
+def test_what_depends_on_data_in_a_segment_is_refused_and_in_a_break_is_not(
+    backend: GraphBackend, x: torch.Tensor
+) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum() * 2
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        return eager_break(lambda y: y[y > 0].sum())(x + 1) * 2
+
+    with torch.no_grad(), forward_context(PIECEWISE, BATCH, capture_allowed=True):
+        with pytest.raises(CaptureError, match="the shape of a result depends on data"):
+            BreakableCUDAGraphWrapper(forward, backend=backend)(x)
+        wrapper = BreakableCUDAGraphWrapper(broken, backend=backend)
+        for _ in range(3):
+            torch.testing.assert_close(wrapper(x.normal_()), broken(x))
+
+
 def test_a_backend_that_captures_whole_graphs_only_says_so() -> None:
     class Whole(GraphBackend):
         name = "whole"

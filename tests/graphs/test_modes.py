@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,12 @@ def test_an_exception_ends_the_context_too() -> None:
     with pytest.raises(ValueError, match="x"), forward_context(CUDAGraphMode.FULL, SMALL):
         raise ValueError("x")
     assert current_forward_context() is None
+
+
+@pytest.mark.parametrize("mode", ["full", None, 0])
+def test_a_mode_is_one_of_the_kind(mode: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a CUDAGraphMode"), forward_context(mode, SMALL):
+        pass
 
 
 def test_a_forward_has_one_mode() -> None:

@@ -221,6 +221,20 @@ def test_a_draft_that_is_dispatched_in_pieces_is_captured_beside_a_full_target(
     assert model.runs == runs
 
 
+def test_tensors_in_something_unknown_are_a_clear_error(backend: GraphBackend, device: str) -> None:
+    class Output:
+        def __init__(self, hidden: torch.Tensor) -> None:
+            self.hidden = hidden
+
+    wrapper = CUDAGraphWrapper(lambda x: Output(x * 2), FULL, backend=backend)
+    with (
+        forward_context(FULL, BATCH, capture_allowed=True),
+        pytest.raises(CaptureError, match="tensors in a Output can't be followed"),
+    ):
+        wrapper(torch.ones(2, device=device))
+    assert wrapper.descriptors == []
+
+
 def test_unwrap_is_not_fooled_by_a_foreign_object(backend: GraphBackend) -> None:
     class Foreign:
         runnable = "something else"

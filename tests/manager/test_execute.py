@@ -136,9 +136,13 @@ def test_while_somebody_else_captures_calls_run_in_eager_mode() -> None:
     assert manager.stats().hits == 2
 
 
-def test_no_part_of_a_replayed_call_has_gradients() -> None:
+def test_all_parts_of_a_call_have_gradients_or_none_has() -> None:
     manager = make_manager(make_encoder().requires_grad_(True))
     with torch.enable_grad():
+        outputs = manager.execute(call_of([4, 34, 6]))
+    assert all(output.requires_grad for output in outputs)
+    assert manager.stats().misses == {Reason.GRAD: 3}
+    with torch.no_grad():
         outputs = manager.execute(call_of([4, 34, 6]))
     assert not any(output.requires_grad for output in outputs)
     assert manager.stats().hits == 2

@@ -350,7 +350,7 @@ def test_without_memory_to_move_them_weights_stay(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tower, x = Tower().float().eval(), torch.randn(5, WIDTH)
-    expected, addresses = tower(x), [p.data_ptr() for p in tower.parameters()]
+    expected = tower(x)
     original, moves = align.move_into, [0]
 
     def fails_at_the_third(*arguments: Any) -> Any:
@@ -364,7 +364,7 @@ def test_without_memory_to_move_them_weights_stay(
     assert preparation.describe() == ["weights stay where they are: no memory to move them"]
     assert caplog.messages == ["tower: weights stay where they are: no memory"]
     assert all(p.is_contiguous() for p in tower.parameters())
-    assert [p.data_ptr() for p in tower.parameters()] != addresses, "some were back and forth"
+    assert moves == [3]
     assert torch.equal(preparation.run(lambda: tower(x)), expected)
 
 
