@@ -59,7 +59,7 @@ class _Replicate:
         with self._turns.together():  # not of what a capture has made of it
             replica = type(self._module)._replicate_for_data_parallel(self._module)
         names = replica.__dict__
-        del names[_REPLICATE]
+        names.pop(_REPLICATE, None)
         for method in [value for value in names.values() if isinstance(value, AttachedMethod)]:
             method.take_off(names)
         return replica

@@ -14,7 +14,7 @@ from mmgraph.bench.sizes import ImageSize, parse_image
 from mmgraph.errors import ConfigError
 from mmgraph.recipes import Recipe, load_recipe
 
-__all__ = ["BenchOptions", "add_arguments"]
+__all__ = ["BenchOptions", "add_arguments", "positive"]
 
 _ALL, _NONE = "all", "none"
 DTYPES = {
@@ -135,10 +135,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE[xCOUNT]",
         help="calls of towers for any size of image: square ones of SIZE pixels, COUNT of them",
     )
-    add("--batch", nargs="+", type=_positive, metavar="N", help="calls of other towers: N rows")
+    add("--batch", nargs="+", type=positive, metavar="N", help="calls of other towers: N rows")
     add("--dtype", choices=DTYPES, help="default: bf16 on CUDA, else float32")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    add("-n", "--repeats", type=_positive, metavar="N", help="timed calls; default: 30")
+    add("-n", "--repeats", type=positive, metavar="N", help="timed calls; default: 30")
     add("--warmup", type=_count, default=2, metavar="N", help="calls before them; default: 2")
     add(
         "--baselines",
@@ -194,7 +194,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number from 1, as a command line gives it."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number from 1, got {text!r}")
     return int(text)

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mmgraph.attachment import Handle, attach
+from mmgraph.bench.options import positive
 from mmgraph.demo.ids import Generated, compare_ids, generate, relative_error, widened
 from mmgraph.demo.photos import load_photos
 from mmgraph.demo.scenes import Call, Scene, scenes
@@ -51,14 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image", nargs="+", default=[], metavar="FILE", help="pictures of your own"
     )
-    parser.add_argument("-n", type=_positive, help="timed repeats (default: 20, 3 on a CPU)")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+    parser.add_argument("-n", type=positive, help="timed repeats (default: 20, 3 on a CPU)")
 
 
 def main(arguments: argparse.Namespace) -> int:
