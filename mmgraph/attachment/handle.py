@@ -30,7 +30,7 @@ from mmgraph.errors import ConfigError, UnsupportedModelError
 from mmgraph.graphs import GraphBackend, freeze_gc_for_cudagraph_capture, select_backend
 from mmgraph.log import get_logger
 from mmgraph.manager import EncoderCudaGraphManager, estimate
-from mmgraph.preparation import Preparation
+from mmgraph.preparation import Preparation, Turns
 from mmgraph.runner import EncoderRunner
 from mmgraph.state import EncoderState
 from mmgraph.stats import EncoderStats
@@ -245,8 +245,10 @@ class Handle:
         self.detach()
 
     def _attach(self, towers: Sequence[Tower]) -> None:
+        turns = Turns()  # for all: towers may have modules or a config in common
         for tower in towers:  # all of them first: two towers may share weights, which move
             self._preparations[tower] = _prepare(tower, self.config)
+            self._preparations[tower].turns = turns
         for tower, preparation in self._preparations.items():
             watch = self._watches[tower] = TowerWatch(tower.module, preparation.turns)
             self._methods += [

@@ -54,6 +54,7 @@ class TowerWatch:
         self._turns = turns or Turns()
         self._version = 0
         self._stale = False
+        self._lock = threading.Lock()
         self._look()
         self._known = self._state()
         _registrations.watch(self)
@@ -64,19 +65,24 @@ class TowerWatch:
 
         While another thread has altered the tower for a capture it is what it was before that.
         """
-        if is_traced():  # what the modules hold may have no address, and no graph serves
-            return self._known
         before = self._turns.alterations()
-        moved, state = self._stale or self._has_moved(), self._state()
-        if before < 0 or before != self._turns.alterations():
+        if before < 0:
             return self._known
-        if moved:
-            with self._turns.together():
+        sizes = list(map(len, self._namespaces))
+        moved, state = self._stale or self._has_moved(sizes), self._state()
+        if before != self._turns.alterations():
+            return self._known
+        if not moved:
+            self._sizes, self._known = sizes, state
+            return state
+        if is_traced():  # what the modules hold now may have no address, and no graph serves
+            return self._known
+        with self._turns.together(), self._lock:
+            if self._stale or self._has_moved(list(map(len, self._namespaces))):  # still
                 self._version += 1
                 self._look()
-                state = self._state()
-        self._known = state
-        return state
+            self._known = self._state()
+            return self._known
 
     def _state(self) -> tuple[Any, ...]:
         return (
@@ -128,23 +134,23 @@ class TowerWatch:
 
     def _look_at_tables(self, modules: Sequence[nn.Module]) -> None:
         """Tables of tensors with addresses are known by those, others by what they hold."""
-        self._plain: list[Iterable[Any]] = []
+        tables: list[Iterable[Any]] = []
         others: list[Iterable[Any]] = [m._modules.values() for m in modules if m._modules]
         singles: list[Any] = []
         for table in (t for m in modules for t in (m._parameters, m._buffers) if t):
             plain = [x for x in table.values() if type(x) in _PLAIN]  # others hide their addresses
             if len(plain) == len(table):
-                self._plain.append(table.values())
+                tables.append(table.values())
             else:
                 others.append(table.values())
                 singles += plain
-        self._plain.append(singles)
+        self._plain = (*tables, singles)
         self._addresses = self._read_addresses()
         self._others = others
         self._members = (*chain.from_iterable(others), _END)
 
-    def _has_moved(self) -> bool:
-        """Whether something was replaced that nobody was told of."""
+    def _has_moved(self, sizes: list[int]) -> bool:
+        """Whether something was replaced that nobody was told of; `sizes` are of namespaces."""
         try:
             return (
                 self._read_addresses() != self._addresses
@@ -152,7 +158,7 @@ class TowerWatch:
                     map(is_, chain(chain.from_iterable(self._others), (_END,)), self._members)
                 )
                 or any(names.get("forward") is not forward for names, forward in self._overrides)
-                or (list(map(len, self._namespaces)) != self._sizes and self._is_overridden())
+                or (sizes != self._sizes and self._is_overridden())
             )
         except (TypeError, RuntimeError):  # no tensor any more; or a table changes at this moment
             return True
@@ -162,7 +168,6 @@ class TowerWatch:
 
     def _is_overridden(self) -> bool:
         """Whether one more module got a ``forward`` of its own; other attributes may come."""
-        self._sizes = list(map(len, self._namespaces))
         return len(self._find_overrides()) != len(self._overrides)
 
     def _find_overrides(self) -> list[tuple[dict[str, Any], Any]]:

@@ -21,7 +21,6 @@ from mmgraph.graphs.recorders import ModesRecorder
 from mmgraph.graphs.segments import BreakableGraph, SegmentRecorder, recording
 from mmgraph.graphs.tape import TapeRecorder
 from mmgraph.graphs.trace import TraceBackend
-from mmgraph.graphs.ways import either_way
 
 __all__ = ["capture_breakable"]
 
@@ -87,9 +86,9 @@ def _on_cuda(
     observed = wrap is not _as_it_is  # by whoever wraps: what is read is folded, the way is found
 
     def capture() -> BreakableGraph:
-        return backend.retried(lambda: _record_on_cuda(backend, run, buffers, wrap, observed))
+        return _record_on_cuda(backend, run, buffers, wrap, observed)
 
-    return capture() if observed else either_way(capture)
+    return backend.retried(capture) if observed else backend.either_way(capture)
 
 
 def _record_on_cuda(

@@ -37,6 +37,9 @@ class StaticBuffers:
             view, start = self.views[name], 0
             if isinstance(tensors, torch.Tensor):
                 raise ReplayError(f"the pieces of {name!r} must be a sequence of tensors, got one")
+            if len(tensors) == 1 and tensors[0].shape == view.shape:
+                view.copy_(tensors[0], non_blocking=True)
+                continue
             for tensor in tensors:
                 end = start + tensor.shape[0]
                 if end > view.shape[0] or tensor.shape[1:] != view.shape[1:]:
@@ -44,9 +47,7 @@ class StaticBuffers:
                         f"a piece of shape {tuple(tensor.shape)} from row {start} on doesn't fit "
                         f"into the buffer {name!r} of shape {tuple(view.shape)}"
                     )
-                whole = end - start == view.shape[0]
-                rows = view if whole else view.narrow(0, start, end - start)
-                rows.copy_(tensor, non_blocking=True)
+                view.narrow(0, start, end - start).copy_(tensor, non_blocking=True)
                 start = end
 
     def check_addresses(self) -> None:

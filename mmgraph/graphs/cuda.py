@@ -20,6 +20,7 @@ What a reader would get wrong, each seen on torch 2.11:
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +34,7 @@ from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_out_of_memory
 from mmgraph.graphs.gc_freeze import clean_up, undisturbed
 from mmgraph.graphs.guard import BrokenCapture, CaptureGuard
-from mmgraph.graphs.ways import either_way
+from mmgraph.graphs.ways import Ways
 from mmgraph.graphs.weak import weak_view
 
 __all__ = ["CudaBackend", "CudaGraph", "abandon"]
@@ -124,6 +125,7 @@ class CudaBackend(GraphBackend):
         super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
+        self._ways = Ways()
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._live = 0
@@ -140,7 +142,17 @@ class CudaBackend(GraphBackend):
             self._pool = _Pool(pool, borrowed=True)
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
-        return either_way(lambda: self.retried(lambda: self._capture(run, buffers)))
+        return self.either_way(lambda: self._capture(run, buffers))
+
+    def either_way(self, capture: Callable[[], _Graph]) -> _Graph:
+        """Capture one way or the other; a failure leaves the random numbers as they were."""
+        generator = torch.cuda.default_generators[self._device.index]
+        state = generator.clone_state()
+        try:
+            return self._ways.take(lambda: self.retried(capture))
+        except BaseException:
+            generator.graphsafe_set_state(state)
+            raise
 
     def retried(self, capture: Callable[[], _Graph]) -> _Graph:
         """Capture; where memory runs out, clean up and try once more."""
@@ -256,7 +268,7 @@ class CudaBackend(GraphBackend):
     def undone_on_failure(self) -> Iterator[None]:
         """Turn any failure of a capture into a `CaptureError` and put right what it left."""
         generator = torch.cuda.default_generators[self._device.index]
-        state = generator.clone_state()
+        state, outer = generator.clone_state(), sys.exc_info()[1]
         try:
             yield
         except BaseException as error:
@@ -264,7 +276,7 @@ class CudaBackend(GraphBackend):
             self._pool = None
             if not isinstance(error, Exception):
                 raise
-            root = _root(error)
+            root = _root(error, outer)
             kind = BrokenCapture if isinstance(root, RuntimeError) else CaptureError
             if ran_out_of_memory(error):
                 kind = CaptureError
@@ -330,9 +342,10 @@ def _nothing() -> None:
     pass
 
 
-def _root(error: BaseException) -> BaseException:
-    # The error of capture_end hides the one that invalidated the capture: report the first.
-    while error.__context__ is not None:
+def _root(error: BaseException, outer: BaseException | None) -> BaseException:
+    # The error of capture_end hides the one that invalidated the capture: report the first, but
+    # not what the caller was dealing with.
+    while error.__context__ is not None and error.__context__ is not outer:
         error = error.__context__
     return error
 

@@ -45,8 +45,11 @@ def flatten(tree: Any) -> tuple[list[torch.Tensor], Rebuild]:
 
 
 def _hides_tensors(leaf: Any) -> bool:
-    held = {} if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {})
-    return any(isinstance(value, torch.Tensor) for value in held.values())
+    """Whether something that isn't taken apart holds tensors, or in a list what holds some."""
+    parts = [] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+    for part in tuple(parts):
+        parts += part if isinstance(part, list) else ()
+    return any(tensors_in([part, list(getattr(part, "__dict__", {}).values())]) for part in parts)
 
 
 def fields_of(tree: Any) -> tuple[str, ...]:

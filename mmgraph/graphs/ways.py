@@ -17,30 +17,44 @@ from typing import TypeVar
 
 import torch
 
+from mmgraph.errors import CaptureError
+from mmgraph.graphs.backend import ran_out_of_memory
 from mmgraph.graphs.guard import BrokenCapture, HostAccess
 from mmgraph.graphs.patch import ThreadPatch
 
-__all__ = ["as_if_capturing", "either_way"]
+__all__ = ["Ways", "as_if_capturing"]
 
 _Graph = TypeVar("_Graph")
 
 
-def either_way(capture: Callable[[], _Graph]) -> _Graph:
-    """Capture the way of eager mode; where something on it can't be captured, the other way.
+class Ways:
+    """The ways of one backend's captures: that of eager mode first, until CUDA breaks on it."""
 
-    Raises:
-        CaptureError: Where neither can: what is in the way of eager mode.
-    """
-    try:
-        with as_if_capturing(False):
-            return capture()
-    except (HostAccess, BrokenCapture) as error:
-        kind, why = type(error), str(error)  # not the error: it keeps tensors alive
-    try:
-        with as_if_capturing(True):
-            return capture()
-    except (HostAccess, BrokenCapture) as error:
-        raise kind(why) from error
+    def __init__(self) -> None:
+        self._as_if_capturing = False
+
+    def take(self, capture: Callable[[], _Graph]) -> _Graph:
+        """Capture one way; where something on it can't be captured, the other way.
+
+        Raises:
+            CaptureError: Where neither can: what was in the way of the first.
+        """
+        first = self._as_if_capturing
+        try:
+            with as_if_capturing(first):
+                return capture()
+        except (HostAccess, BrokenCapture) as error:
+            kind, why = type(error), str(error)  # not the error: it keeps tensors alive
+        try:
+            with as_if_capturing(not first):
+                graph = capture()
+        except CaptureError as error:
+            if ran_out_of_memory(error):
+                raise
+            raise kind(why) from error
+        if kind is BrokenCapture:  # each costs a pool: the next capture begins with what works
+            self._as_if_capturing = not first
+        return graph
 
 
 @contextmanager

@@ -139,7 +139,9 @@ class Capturer:
             return
         try:
             for call in probes(key):
-                eager = eager_tensors(self._model.embed_multimodal(**call), self._facts)
+                eager = eager_tensors(
+                    self._model.embed_multimodal(**call), self._facts, entry.layout
+                )
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 collector = Collector(entry.layout, batch)

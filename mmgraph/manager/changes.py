@@ -50,6 +50,12 @@ class Changes:
         self._warn_once(then, "%s has changed since it was captured: %s", self._name, then)
         return self._given_up
 
+    def renew(self) -> None:
+        """Free graphs that are out of date, if there are some: they are about to be captured."""
+        if self._given_up or self._version() != self._captured:
+            self._free()
+            self.reset()
+
     def replayed(self, *, fresh: bool = False) -> None:
         """Note that a graph served a call; a `fresh` one was captured for it."""
         self._replays += 1

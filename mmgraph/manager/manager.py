@@ -88,7 +88,7 @@ class EncoderCudaGraphManager:
         self._audit = Audit(config.verify_every, self.facts.name)
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
-        self._lazy, self._blocks = self._plans.lazy, 0
+        self._lazy, self._blocks, self._shut = self._plans.lazy, 0, False
         self._serving = self._plans.lazy and config.closed is None
         recapture = self._plans.lazy and config.on_change == "recapture"
         self._changes = Changes(model, self.facts.name, recapture=recapture, free=self._free)
@@ -132,7 +132,7 @@ class EncoderCudaGraphManager:
         if self.config.closed is not None:
             return 0
         with self._lock:
-            self._renew()
+            self._changes.renew()
             self.backend.use_pool(graph_pool)
             self._plans.clear()
             num_bytes = self.upfront.capture(progress)
@@ -149,7 +149,7 @@ class EncoderCudaGraphManager:
         Raises:
             CaptureError: Not one of the graphs can be captured.
         """
-        return estimate([self.upfront])
+        return 0 if self.config.closed is not None else estimate([self.upfront])
 
     def keys_to_capture(self) -> list[GraphKey]:
         """Keys that ``capture()`` records and that aren't captured yet, the largest first."""
@@ -172,9 +172,11 @@ class EncoderCudaGraphManager:
         if self._exact is None:
             why = ": mode is 'full'" if self.config.mode == "full" else ""
             raise UnsupportedModelError(f"{self.facts.name} has no graphs of exact calls{why}")
+        if self.config.closed is not None:
+            raise CaptureError(f"nothing may run from graphs: {self.config.closed.value}")
         try:
             with self._lock, torch.no_grad():
-                self._renew()
+                self._changes.renew()
                 self._server.refuse_mode(mm_kwargs)
                 self._exact.capture(mm_kwargs, self.config.max_graphs - len(self._store.entries))
                 self._serving = True
@@ -198,17 +200,13 @@ class EncoderCudaGraphManager:
         """Count blocks of several threads: the last one that ends restores what was before."""
         with self._lock:
             self._blocks += blocks
-            at_once, is_open = self._blocks > 0, self.config.closed is None
+            is_open = self.config.closed is None and not self._shut
+            at_once = self._blocks > 0 and not self._shut
             self._plans.lazy, self._plans.at_once = self._lazy or at_once, at_once
             self._plans.clear()
             self._serving = is_open and (self._plans.lazy or bool(self.stats().graphs))
             if self._exact is not None:
                 self._exact.at_once = at_once
-
-    def _renew(self) -> None:
-        """Free what is out of date, and serve again from what comes now."""
-        if self._changes.noticed():
-            self._changes.reset()
 
     def use_budgets(self, budgets: Sequence[int]) -> None:
         """Serve from these ascending budgets, in tokens, from now on.
@@ -269,6 +267,7 @@ class EncoderCudaGraphManager:
         """Free every graph and buffer; nothing is captured on use any more."""
         with self._lock:
             self._lazy = self._plans.lazy = False
+            self._shut = True
             self.clear()
 
     def stats(self) -> EncoderStats:

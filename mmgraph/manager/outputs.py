@@ -34,7 +34,7 @@ class OutputLayout:
         constants: Values of the leaves that are no tensors.
         tree: The structure around the leaves.
         order: Fields of an output of transformers, in the order in which the tower gave them.
-        rows: Whether each item is one entry.
+        stacked: Whether each item is one entry of the first tensor, without a dimension for that.
     """
 
     leaves: tuple[_Leaf, ...]
@@ -42,7 +42,7 @@ class OutputLayout:
     constants: tuple[Any, ...]
     tree: Any
     order: tuple[str, ...]
-    rows: bool
+    stacked: bool
 
     @classmethod
     def record(
@@ -63,7 +63,8 @@ class OutputLayout:
         constants = tuple(
             None if slot is not None else v for v, slot in zip(flat, slots, strict=True)
         )
-        return cls(leaves, slots, constants, tree, fields_of(output), rows), tensors
+        stacked = rows and tensors[0].dim() > 2
+        return cls(leaves, slots, constants, tree, fields_of(output), stacked), tensors
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put flat tensors back into the encoder's own structure."""
@@ -77,7 +78,7 @@ class OutputLayout:
     def split(self, tensor: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """Split the first tensor of an output by item; views, (rows, D) each."""
         leaf = self.leaves[0]
-        if self.rows and tensor.dim() > 2:
+        if self.stacked:
             return list(tensor.unbind(leaf.dim))
         sizes = [item.num_tokens // leaf.divisor for item in batch.items]
         return list(torch.split(tensor, sizes, leaf.dim))
@@ -124,10 +125,10 @@ class Collector:
         return torch.empty(shape, dtype=example.dtype, device=example.device)
 
 
-def eager_tensors(output: Any, facts: EncoderFacts) -> list[torch.Tensor]:
-    """Flat tensors of what ``embed_multimodal`` returned, as a graph would give them."""
+def eager_tensors(output: Any, facts: EncoderFacts, layout: OutputLayout) -> list[torch.Tensor]:
+    """Flat tensors of what ``embed_multimodal`` returned, as a graph of `layout` gives them."""
     if facts.eager_returns == "items":
-        return [(torch.stack if facts.layout == "rows" else torch.cat)(list(output))]
+        return [(torch.stack if layout.stacked else torch.cat)(list(output))]
     return flatten_outputs(output)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -99,6 +100,8 @@ class Server:
         self._audit = audit
         self._stats = stats
         self._lock = lock
+        self._closed = config.closed
+        self._own = model.parameters if isinstance(model, nn.Module) else None
         self._debug = debug_enabled()
         self._log_once = WarnOnce(get_logger(__name__))
         self._range = Ranges(facts.name)
@@ -107,7 +110,7 @@ class Server:
         self, mm_kwargs: Mapping[str, Any]
     ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
         self._stats.called()
-        distrust = self._config.closed or self._distrust()
+        distrust = self._closed or self._distrust()
         try:
             batch = self._model.item_specs(mm_kwargs)
             if not batch.items:
@@ -129,7 +132,7 @@ class Server:
             if plan.replays:
                 self._changes.replayed()
                 layout, tensors = self._run_plan(mm_kwargs, parts, plan)
-                return self._audited(mm_kwargs, layout.build(tensors)), batch, layout
+                return self._audited(mm_kwargs, layout.build(tensors), layout), batch, layout
         if len(plan.eager) == 1:
             part = plan.eager[0]
             return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), batch, None
@@ -195,8 +198,7 @@ class Server:
             raise Refusal(Reason.COMPILING)
 
     def _wants_gradients(self, mm_kwargs: Mapping[str, Any]) -> bool:
-        own = self._model.parameters() if isinstance(self._model, nn.Module) else ()
-        values = (*mm_kwargs.values(), *own)
+        values = chain(mm_kwargs.values(), () if self._own is None else self._own())
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     def _distrust(self) -> Reason | None:
@@ -212,14 +214,19 @@ class Server:
         """How many graphs of exact calls there may be."""
         return self._config.max_graphs - len(self._store.entries) if self._plans.lazy else 0
 
-    def _audited(self, mm_kwargs: Mapping[str, Any], output: Any) -> Any:
+    def _audited(
+        self, mm_kwargs: Mapping[str, Any], output: Any, layout: OutputLayout | None = None
+    ) -> Any:
         """Return `output`, which graphs gave; one in some is compared with eager mode."""
         if self._audit.is_due():
             try:
-                eager = eager_tensors(
-                    self._model.embed_multimodal(**copied(mm_kwargs)), self._facts
+                eager = self._model.embed_multimodal(**copied(mm_kwargs))
+                self._audit.compare(
+                    flatten_outputs(output),
+                    flatten_outputs(eager)
+                    if layout is None
+                    else eager_tensors(eager, self._facts, layout),
                 )
-                self._audit.compare(flatten_outputs(output), eager)
             except torch.OutOfMemoryError as error:  # the answer is there, only the check isn't
                 self._audit.skipped(error)
         return output
@@ -233,7 +240,7 @@ class Server:
         for part in plan.eager:
             call = self._model.select_items(mm_kwargs, part.items)
             output = self._beyond_budgets(call, part.reason, len(part.items))
-            collector.add(part.items, eager_tensors(output, self._facts))
+            collector.add(part.items, eager_tensors(output, self._facts, layout))
         with self._backend.ordered():
             for replay in plan.replays:
                 tensors = self._replay(mm_kwargs, batch, replay)

@@ -208,12 +208,17 @@ class GraphStore:
         """Time a fresh graph; one that can't be timed is none to serve."""
         try:
             self._measure(key)
-        except Exception as error:  # whatever it is, eager mode may still do
-            self.drop(key, Reason.CAPTURE_FAILED)
-            text = f"its graph can't be timed: {type(error).__name__}: {error}"
-            self._warn_once("timing", "%s: no graph for %s: %s", self._facts.name, key, text)
-            return CaptureError(text)
-        return None
+            return None
+        except Exception as caught:  # whatever it is, eager mode may still do
+            error = CaptureError(f"its graph can't be timed: {type(caught).__name__}: {caught}")
+            error.__cause__ = caught
+        no_memory = ran_out_of_memory(error)
+        self.drop(key, Reason.OUT_OF_MEMORY if no_memory else Reason.CAPTURE_FAILED)
+        if no_memory:
+            without_frames(error)
+            clean_up()
+        self._warn_once("timing", "%s: no graph for %s: %s", self._facts.name, key, str(error))
+        return error
 
     def _measure(self, key: GraphKey) -> None:
         """Time a fresh graph, and eager mode on the calls that it was checked with."""

@@ -72,7 +72,8 @@ class Turns:
 
         Whoever reads the tower without taking a turn compares it before and after.
         """
-        return -1 if self._alone not in (None, threading.get_ident()) else self._count
+        count = self._count  # before the other: whoever comes in between counts
+        return -1 if self._alone not in (None, threading.get_ident()) else count
 
     def _may_join(self, me: int) -> bool:
         if self._alone is not None:

@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_cuda_stream_capturing
 
 from mmgraph import CaptureError
 from mmgraph.graphs.guard import BrokenCapture, HostAccess
-from mmgraph.graphs.ways import as_if_capturing, either_way
+from mmgraph.graphs.ways import Ways, as_if_capturing
 
 
 @pytest.fixture(autouse=True)
@@ -36,35 +36,55 @@ class Capture:
 
 def test_it_is_the_way_of_eager_mode_if_that_can_be_captured() -> None:
     capture = Capture(captured=HostAccess("it reads"))
-    assert either_way(capture) == "graph"
+    assert Ways().take(capture) == "graph"
     assert capture.told == [False]
 
 
-@pytest.mark.parametrize("error", [HostAccess("it reads"), BrokenCapture("CUDA refuses it")])
-def test_it_is_the_other_way_where_it_can_not(error: Exception) -> None:
-    capture = Capture(eager=error)
-    for _ in range(2):  # the first one is tried each time: another call may read nothing
-        assert either_way(capture) == "graph"
+def test_it_is_the_other_way_where_that_reads() -> None:
+    """The first one is tried each time: another call may read nothing."""
+    capture, ways = Capture(eager=HostAccess("it reads")), Ways()
+    for _ in range(2):
+        assert ways.take(capture) == "graph"
     assert capture.told == [False, True] * 2
 
 
-def test_where_neither_can_be_captured_the_error_is_that_of_eager_mode() -> None:
-    capture = Capture(eager=HostAccess("it reads"), captured=BrokenCapture("CUDA refuses it"))
+def test_after_a_capture_that_cuda_broke_off_the_other_way_is_the_first() -> None:
+    """Each of them costs a memory pool."""
+    capture, ways = Capture(eager=BrokenCapture("CUDA refuses it")), Ways()
+    for _ in range(2):
+        assert ways.take(capture) == "graph"
+    assert capture.told == [False, True, True]
+    only_eager = Capture(captured=HostAccess("it reads"))
+    assert ways.take(only_eager) == "graph"
+    assert only_eager.told == [True, False]
+
+
+@pytest.mark.parametrize("second", [BrokenCapture("refused"), CaptureError("no such layer")])
+def test_where_neither_can_be_captured_the_error_is_that_of_the_first(
+    second: CaptureError,
+) -> None:
+    capture = Capture(eager=HostAccess("it reads"), captured=second)
     with pytest.raises(HostAccess, match="it reads") as caught:
-        either_way(capture)
-    assert isinstance(caught.value.__cause__, BrokenCapture)
+        Ways().take(capture)
+    assert caught.value.__cause__ is second
     assert capture.told == [False, True]
 
 
-@pytest.mark.parametrize("error", [CaptureError("no memory"), ValueError("a bug")])
+def no_memory() -> CaptureError:
+    error = CaptureError("the capture failed")
+    error.__cause__ = torch.OutOfMemoryError("no memory")
+    return error
+
+
+@pytest.mark.parametrize("error", [no_memory(), ValueError("a bug")])
 def test_another_error_is_no_reason_for_another_way(error: Exception) -> None:
     capture = Capture(eager=error)
     with pytest.raises(type(error)):
-        either_way(capture)
+        Ways().take(capture)
     assert capture.told == [False]
     capture = Capture(eager=HostAccess("it reads"), captured=error)
     with pytest.raises(type(error), match=str(error)):
-        either_way(capture)
+        Ways().take(capture)
 
 
 def test_models_are_told_whether_a_stream_captures_and_others_know(

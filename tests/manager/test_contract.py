@@ -32,10 +32,11 @@ WIDTH = 6
 class RowsEncoder(nn.Module):
     """The least that an encoder of rows can be; nothing is refused."""
 
-    def __init__(self, fails_above: int = 1 << 30) -> None:
+    def __init__(self, fails_above: int = 1 << 30, *, pooled: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(3, WIDTH)
         self.fails_above = fails_above
+        self.pooled = pooled
 
     def encoder_facts(self) -> EncoderFacts:
         return EncoderFacts(
@@ -68,10 +69,11 @@ class RowsEncoder(nn.Module):
         if key.token_budget > self.fails_above:
             raise ValueError("no kernel")
         output: torch.Tensor = self.linear(buffers["pixels"])
-        return output
+        return output.mean(dim=1) if self.pooled else output
 
     def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
-        return list(self.linear(mm_kwargs["pixels"]))
+        items = self.linear(mm_kwargs["pixels"])
+        return list(items.mean(dim=1, keepdim=True) if self.pooled else items)
 
 
 def rows_manager(encoder: RowsEncoder | None = None, **config: Any) -> EncoderCudaGraphManager:
@@ -91,9 +93,12 @@ def assert_right(manager: EncoderCudaGraphManager, call: dict[str, Any]) -> None
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("fails_above", [1 << 30, 4, 2, 0])
-def test_items_of_rows_have_one_shape_from_graphs_and_from_eager_mode(fails_above: int) -> None:
-    manager = rows_manager(RowsEncoder(fails_above), verify_every=1)
+def test_items_of_rows_have_one_shape_from_graphs_and_from_eager_mode(
+    fails_above: int, pooled: bool
+) -> None:
+    manager = rows_manager(RowsEncoder(fails_above, pooled=pooled), verify_every=1)
     for count in (1, 3, 4, 9, 3):
         assert_right(manager, rows(count))
     assert Reason.DIFFERED not in manager.stats().misses
@@ -130,7 +135,7 @@ def test_gradients_are_not_lost(needs: str) -> None:
 )
 def test_a_closed_gate_holds_without_a_state_too(setting: dict[str, Any], reason: Reason) -> None:
     manager = rows_manager(**setting)
-    assert manager.capture() == 0
+    assert manager.capture() == manager.estimate() == 0
     assert not manager.is_captured()
     with manager.capturing():
         assert_right(manager, rows(2))
@@ -195,7 +200,8 @@ def test_a_shutdown_in_a_block_of_capturing_is_final() -> None:
     with manager.capturing():
         manager.execute(rows(1))
         manager.shutdown()
-    manager.execute(rows(1))
+    with manager.capturing():
+        manager.execute(rows(1))
     assert manager.stats().graphs == ()
     assert not manager.is_captured()
 

@@ -30,6 +30,7 @@ class Architecture:
         types: Name of the argument that says which tokens stand for media.
         asked: "about" media that stand in the prompt as tokens, "besides" them, or not at all.
         since: Media that only newer releases of transformers take like this, and which do.
+        broken: Media that a release of transformers can't take by itself, and which.
         quick: Media that `make test` asks about; the others are slow.
         seed: Of the weights: one with which the answer varies, over its length and with the media.
     """
@@ -45,6 +46,7 @@ class Architecture:
     types: str | None = None
     asked: str | None = "about"
     since: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    broken: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     quick: tuple[str, ...] = ()
     seed: int = 0
 

@@ -151,7 +151,7 @@ UNUSUAL = (
             ),
         },
         exact=("images", "video"),
-        since={"video": (5, 24)},  # before, frames had a dimension of their own
+        since={"video": (5, 20)},  # before, frames had a dimension of their own
         types="mm_token_type_ids",
         quick=("images",),
     ),
