@@ -77,8 +77,8 @@ class Rules:
         rounded = round(height / side) * side, round(width / side) * side
         pixels = frames * rounded[0] * rounded[1]
         if pixels > most:
-            scale = math.sqrt(most / (frames * height * width))
-            return _down(height * scale, side), _down(width * scale, side)
+            scale = math.sqrt(frames * height * width / most)  # in the order of the processors
+            return _down(height / scale, side), _down(width / scale, side)
         if pixels < least:
             scale = math.sqrt(least / (frames * height * width))
             return _up(height * scale, side), _up(width * scale, side)
