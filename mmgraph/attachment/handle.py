@@ -247,8 +247,7 @@ class Handle:
     def _attach(self, towers: Sequence[Tower]) -> None:
         turns = Turns()  # for all: towers may have modules or a config in common
         for tower in towers:  # all of them first: two towers may share weights, which move
-            self._preparations[tower] = _prepare(tower, self.config)
-            self._preparations[tower].turns = turns
+            self._preparations[tower] = _prepare(tower, self.config, turns)
         for tower, preparation in self._preparations.items():
             watch = self._watches[tower] = TowerWatch(tower.module, preparation.turns)
             self._methods += [
@@ -286,13 +285,13 @@ class Handle:
         return FeatureModel(self.model, self._methods[0].encoder.tower, eager=eager)
 
 
-def _prepare(tower: Tower, config: GraphConfig) -> Preparation:
+def _prepare(tower: Tower, config: GraphConfig, turns: Turns) -> Preparation:
     """Make a tower ready for fast graphs, unless it will have none."""
     device = first_parameter(tower.module)().device
     has_graphs = config.cudagraph_mm_encoder and not config.enforce_eager
     on_gpu = device.type == "cuda" and config.backend != "trace"
     if not (has_graphs and on_gpu) or placement_problem(tower.module) is not None:
-        return Preparation(tower.module, tower.name)
+        return Preparation(tower.module, tower.name, turns=turns)
     return Preparation(
         tower.module,
         tower.name,
@@ -301,4 +300,5 @@ def _prepare(tower: Tower, config: GraphConfig) -> Preparation:
         fuse_activations=config.fuse_activations,
         compile_blocks=config.compile_blocks,
         choose_attention=config.choose_attention,
+        turns=turns,
     )

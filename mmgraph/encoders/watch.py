@@ -63,22 +63,20 @@ class TowerWatch:
     def version(self) -> tuple[Any, ...]:
         """Something else whenever graphs that were captured before must not be replayed.
 
-        While another thread has altered the tower for a capture it is what it was before that.
+        Waits while another thread has altered the tower for a capture.
         """
         before = self._turns.alterations()
-        if before < 0:
-            return self._known
-        sizes = list(map(len, self._namespaces))
-        moved, state = self._stale or self._has_moved(sizes), self._state()
-        if before != self._turns.alterations():
-            return self._known
-        if not moved:
-            self._sizes, self._known = sizes, state
-            return state
+        if before >= 0:
+            sizes = list(map(len, self._namespaces))
+            moved, state = self._stale or self._has_moved(sizes), self._state()
+            if not moved and before == self._turns.alterations():
+                self._sizes = sizes
+                self._known = state
+                return state
         if is_traced():  # what the modules hold now may have no address, and no graph serves
             return self._known
         with self._turns.together(), self._lock:
-            if self._stale or self._has_moved(list(map(len, self._namespaces))):  # still
+            if self._stale or self._has_moved(list(map(len, self._namespaces))):
                 self._version += 1
                 self._look()
             self._known = self._state()

@@ -27,16 +27,12 @@ __all__ = ["capture_breakable"]
 Wrap = Callable[[SegmentRecorder], SegmentRecorder]
 
 
-def _as_it_is(recorder: SegmentRecorder) -> SegmentRecorder:
-    return recorder
-
-
 @singledispatch
 def capture_breakable(
     backend: GraphBackend,
     run: Runnable,
     buffers: Mapping[str, torch.Tensor],
-    wrap: Wrap = _as_it_is,
+    wrap: Wrap | None = None,
 ) -> BreakableGraph:
     """Capture like ``backend.capture``, in segments around operations marked ``eager_break``.
 
@@ -61,15 +57,16 @@ def _on_trace(
     backend: TraceBackend,
     run: Runnable,
     buffers: Mapping[str, torch.Tensor],
-    wrap: Wrap = _as_it_is,
+    wrap: Wrap | None = None,
 ) -> BreakableGraph:
     try:
         with torch.no_grad():
             run(buffers)
             recorder: SegmentRecorder = TapeRecorder(backend.about_to_end)
-            if wrap is _as_it_is:
-                recorder = ModesRecorder(recorder, CaptureGuard("cpu"))
-            return recording(wrap(recorder), lambda: run(buffers))
+            recorder = (
+                ModesRecorder(recorder, CaptureGuard("cpu")) if wrap is None else wrap(recorder)
+            )
+            return recording(recorder, lambda: run(buffers))
     except CaptureError:
         raise
     except Exception as error:
@@ -81,35 +78,35 @@ def _on_cuda(
     backend: CudaBackend,
     run: Runnable,
     buffers: Mapping[str, torch.Tensor],
-    wrap: Wrap = _as_it_is,
+    wrap: Wrap | None = None,
 ) -> BreakableGraph:
-    observed = wrap is not _as_it_is  # by whoever wraps: what is read is folded, the way is found
-
     def capture() -> BreakableGraph:
-        return _record_on_cuda(backend, run, buffers, wrap, observed)
+        return _record_on_cuda(backend, run, buffers, wrap)
 
-    return backend.retried(capture) if observed else backend.either_way(capture)
+    # Who wraps has observed a run: what it reads is folded, and which way it goes is known.
+    return backend.either_way(capture) if wrap is None else backend.retried(capture)
 
 
 def _record_on_cuda(
     backend: CudaBackend,
     run: Runnable,
     buffers: Mapping[str, torch.Tensor],
-    wrap: Wrap,
-    observed: bool,
+    wrap: Wrap | None,
 ) -> BreakableGraph:
     def runs() -> None:
         run(buffers)
-        if observed:
-            run(buffers)
-        else:
+        if wrap is None:
             recording(ModesRecorder(None, CaptureGuard()), lambda: run(buffers))
+        else:
+            run(buffers)
 
     with torch.no_grad(), backend.ordered(), backend.on_capture_stream():
         backend.warm_up(runs)
         before = backend.reserved_bytes()
         with backend.undone_on_failure():
-            graph = recording(wrap(_CudaRecorder(backend)), lambda: run(buffers))
+            recorder: SegmentRecorder = _CudaRecorder(backend)
+            recorder = recorder if wrap is None else wrap(recorder)
+            graph = recording(recorder, lambda: run(buffers))
         graph.num_bytes = max(0, backend.reserved_bytes() - before)
         return graph
 

@@ -34,6 +34,7 @@ from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_out_of_memory
 from mmgraph.graphs.gc_freeze import clean_up, undisturbed
 from mmgraph.graphs.guard import BrokenCapture, CaptureGuard
+from mmgraph.graphs.shared import CaptureStreams, Pool
 from mmgraph.graphs.ways import Ways
 from mmgraph.graphs.weak import weak_view
 
@@ -71,46 +72,7 @@ class CudaGraph(CapturedGraph):
             on_close()
 
 
-class _Pool:
-    """A memory pool and the number of graphs in it."""
-
-    def __init__(self, handle: Any, *, borrowed: bool = False) -> None:
-        self.handle = handle
-        self._borrowed = borrowed
-        self._live = 0
-        self._used = False
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether its last graph is gone; a borrowed pool is its owner's to keep alive."""
-        return self._used and self._live == 0 and not self._borrowed
-
-    def opened(self) -> None:
-        self._live += 1
-        self._used = True
-
-    def closed(self) -> None:
-        self._live -= 1
-
-
-class _CaptureStreams:
-    """Streams to capture on that no graph needs, by device."""
-
-    def __init__(self) -> None:
-        self._free: dict[torch.device, list[torch.cuda.Stream]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, device: torch.device) -> torch.cuda.Stream:
-        with self._lock:
-            free = self._free.get(device)
-            return free.pop() if free else torch.cuda.Stream(device)
-
-    def give_back(self, stream: torch.cuda.Stream) -> None:
-        with self._lock:
-            self._free.setdefault(stream.device, []).append(stream)
-
-
-_capture_streams = _CaptureStreams()
+_capture_streams = CaptureStreams()
 _one_at_a_time = threading.RLock()
 """What warms up and allocates for one capture could break another thread's."""
 
@@ -126,7 +88,7 @@ class CudaBackend(GraphBackend):
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._ways = Ways()
-        self._pool: _Pool | None = None
+        self._pool: Pool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._live = 0
         self._inside = 0
@@ -139,7 +101,7 @@ class CudaBackend(GraphBackend):
 
     def use_pool(self, pool: Any | None) -> None:
         if pool is not None:
-            self._pool = _Pool(pool, borrowed=True)
+            self._pool = Pool(pool, borrowed=True)
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
         return self.either_way(lambda: self._capture(run, buffers))
@@ -195,7 +157,7 @@ class CudaBackend(GraphBackend):
             torch.cuda.empty_cache()
             self._pool = None
         if self._pool is None:
-            self._pool = _Pool(torch.cuda.graph_pool_handle())
+            self._pool = Pool(torch.cuda.graph_pool_handle())
 
     def begin(self, graph: torch.cuda.CUDAGraph) -> None:
         """Start recording into `graph`; on the capture stream only."""
@@ -251,7 +213,7 @@ class CudaBackend(GraphBackend):
         except Exception as error:
             raise CaptureError(f"the warm-up before a capture failed: {error}") from error
 
-    def _closed(self, pool: _Pool) -> None:
+    def _closed(self, pool: Pool) -> None:
         with self._lock:
             pool.closed()
             self._live -= 1

@@ -41,6 +41,7 @@ class Preparation:
         fuse_activations: Whether linear layers apply the activation after them.
         compile_blocks: Whether repeated blocks are compiled.
         choose_attention: Whether the kernel of attention over segments is chosen by measurement.
+        turns: Shared with towers that have modules or a config in common with this one.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Preparation:
         fuse_activations: bool = False,
         compile_blocks: bool = False,
         choose_attention: bool = False,
+        turns: Turns | None = None,
     ) -> None:
-        self.turns = Turns()
+        self.turns = turns or Turns()
         """Whose turn it is to run the tower: eager calls, or captures that alter it."""
         self._module = module
         self._name = name

@@ -84,7 +84,7 @@ def test_a_failed_attach_leaves_weights_and_hooks_as_they_were(
 ) -> None:
     """On a GPU weights have moved by then."""
 
-    def prepare(tower: Tower, _: GraphConfig) -> Preparation:
+    def prepare(tower: Tower, *_: Any) -> Preparation:
         return Preparation(tower.module, tower.name, align_weights=True, merge_weights=True)
 
     def moved(module: nn.Module) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -458,8 +459,11 @@ def test_what_another_thread_alters_for_a_capture_is_no_change(
     thread = threading.Thread(target=capture)
     thread.start()
     assert altered.wait(20)
-    assert watch.version == before
-    leave.set()
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(lambda: watch.version)
+        assert not wait([seen], 0.1).done  # until the tower is what its user knows
+        leave.set()
+        assert seen.result(20) == before
     thread.join()
     assert watch.version == before
     undo = alter(tower)

@@ -99,7 +99,7 @@ def test_models_are_told_whether_a_stream_captures_and_others_know(
     others = ("torch._dynamo.convert_frame", "mmgraph.ops", "vllm.distributed", "__main__")
     for answer in (True, False):
         for module in (torch.cuda, torch.cuda.graphs):
-            monkeypatch.setattr(module, "is_current_stream_capturing", lambda: not answer)  # noqa: B023
+            monkeypatch.setattr(module, "is_current_stream_capturing", lambda told=not answer: told)
         with as_if_capturing(answer):
             assert {asked_by(name) for name in models} == {answer}
             assert {asked_by(name) for name in others} == {not answer}

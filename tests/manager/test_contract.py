@@ -114,9 +114,10 @@ def test_an_empty_call_is_eager_modes_however_often_it_comes() -> None:
 
 @pytest.mark.parametrize("needs", ["weights", "inputs"])
 def test_gradients_are_not_lost(needs: str) -> None:
-    manager, call = rows_manager(), rows(2)
+    encoder, call = RowsEncoder(), rows(2)
+    manager = rows_manager(encoder)
     if needs == "weights":
-        manager.model.requires_grad_(True)  # type: ignore[attr-defined]
+        encoder.requires_grad_(True)
     else:
         call["pixels"].requires_grad_()
     assert all(output.requires_grad for output in manager.execute(call))
@@ -210,11 +211,9 @@ def test_a_shutdown_in_a_block_of_capturing_is_final() -> None:
     ("config", "reason"),
     [({"max_graph_bytes": 1}, Reason.MEMORY_LIMIT), ({}, Reason.CAPTURE_FAILED)],
 )
-def test_up_front_the_reason_is_that_of_the_capture(
-    config: dict[str, Any], reason: Reason, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = rows_manager(RowsEncoder(fails_above=0 if not config else 99), capture="upfront")
-    manager = rows_manager(manager.model, capture="upfront", **config)  # type: ignore[arg-type]
+def test_up_front_the_reason_is_that_of_the_capture(config: dict[str, Any], reason: Reason) -> None:
+    encoder = RowsEncoder(fails_above=99 if config else 0)
+    manager = rows_manager(encoder, capture="upfront", **config)
     with pytest.raises(CaptureError):
         manager.capture()
     manager.execute(rows(2))

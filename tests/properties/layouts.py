@@ -15,7 +15,7 @@ import torch
 
 from mmgraph import EncoderRunner, EncoderStats, GraphConfig
 from mmgraph.encoders import Tower
-from mmgraph.preparation import Preparation
+from mmgraph.preparation import Preparation, Turns
 from tests.contract.cases import Case, tensors
 from tests.manager.engine import PATCH, call_of, make_encoder, make_manager
 
@@ -171,9 +171,10 @@ class Attached(Layout):
         self.handle.detach()
 
 
-def as_on_a_gpu(tower: Tower, config: GraphConfig) -> Preparation:
+def as_on_a_gpu(tower: Tower, config: GraphConfig, turns: Turns) -> Preparation:
     """With graphs for segments of one length, as where there is a choice of kernels."""
-    return Preparation(tower.module, tower.name, choose_attention=config.choose_attention)
+    choose = config.choose_attention
+    return Preparation(tower.module, tower.name, choose_attention=choose, turns=turns)
 
 
 class Packed(Attached):

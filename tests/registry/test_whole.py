@@ -117,10 +117,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
+# Not on CUDA: an error of a kernel there ends the process. tests/contract tries it on 15 families.
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_no_items_are_eager_modes_business(subject: Subject) -> None:
     """It may refuse them, or return something empty."""
-    if subject.device == "cuda":
-        pytest.skip("not every kernel of every tower is known to survive it")
     with subject.attach() as handle:
         tower, call = tower_call(subject, handle)
         rows = len(next(v for v in call.values() if isinstance(v, torch.Tensor)))
