@@ -1,8 +1,8 @@
 """The two ways of a model: that of eager mode, and the one that it takes while a stream captures.
 
 transformers asks whether a stream captures, and takes other ways through its code then, with other
-masks and shapes. Told that none does, a model goes the way of eager mode, which is the faster one
-where it can be captured. The other one reads less on the host. A capture has to go the way of its
+masks and shapes. Told that none does, a model goes the way of eager mode, and a graph computes what
+eager mode does. The other way reads less on the host. A capture has to go the way of its
 warm-ups: what they don't compile, tune and allocate is compiled, tuned and allocated in the capture
 otherwise, which ends it.
 """
