@@ -198,9 +198,16 @@ def _flash_4(
     max_seqlen: int,
     scale: float | None,
 ) -> torch.Tensor:
-    """FlashAttention 4 of the package flash-attn-4."""
+    """FlashAttention 4 of the package flash-attn-4.
+
+    It reads whole blocks of values and weighs those behind a segment with 0. Behind the last one
+    that may be NaN, as nothing writes what comes out there, so it gets zeros.
+    """
     from flash_attn.cute import flash_attn_varlen_func
 
+    if not is_uniform(cu_seqlens, max_seqlen):
+        rows = torch.arange(value_THK.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        value_THK = value_THK.masked_fill((rows >= cu_seqlens[-1])[:, None, None], 0)
     output: Any = flash_attn_varlen_func(
         query_THK,
         key_THK,

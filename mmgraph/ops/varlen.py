@@ -5,8 +5,8 @@ implementation contains "flash"; only then do they pass on ``cu_seq_lens_q`` and
 One function is registered under such a name. On CUDA in half precision it is the kernel that
 ``choice.py`` finds fastest; elsewhere a gather into one padded row a segment, then dense attention.
 
-Rows outside every segment: flash leaves them unwritten, the other path writes zeros. Neither
-reads them, so whatever they hold stays in them (every other operation of a packed tower works
+Rows outside every segment: flash leaves them unwritten, the other path writes zeros. Whatever they
+hold is in no row of a segment, and stays in them (every other operation of a packed tower works
 on single rows or on the rows of one merge group).
 """
 

@@ -120,8 +120,9 @@ def remove_bias(tower: nn.Module) -> None:
 
 
 def add_bias(tower: nn.Module) -> None:
+    old = linear(tower).bias  # kept, or the allocator may give its address to the new one
     remove_bias(tower)
-    linear(tower)._parameters["bias"] = nn.Parameter(torch.randn_like(linear(tower).weight[:, 0]))
+    linear(tower)._parameters["bias"] = nn.Parameter(torch.randn_like(old))
 
 
 def patch_forward(tower: nn.Module) -> None:

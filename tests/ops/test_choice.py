@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 
 import mmgraph.ops.choice as choice
-from mmgraph.ops import AttentionChoice, AttentionShape, attending, varlen_attention
+from mmgraph.ops import (
+    AttentionChoice,
+    AttentionShape,
+    attending,
+    varlen_attention,
+    varlen_attention_reference,
+)
 from tests.ops.test_varlen import Attention, boundaries, by_segment, tensors
 
 LENGTHS = [[24], [12, 12], [8] * 5]
@@ -171,3 +179,45 @@ def test_without_a_choice_it_is_flash() -> None:
     with attending(frozenset({(2, 32)})):
         assert_right(attended(qkv, [32, 32]), qkv, [32, 32], None)
     assert not choice._measured
+
+
+def test_flash_4_weighs_no_value_behind_the_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It multiplies them by 0, and 0 times NaN is NaN."""
+
+    def weigh_all(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        out = torch.full_like(q, torch.nan)
+        for a, b in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
+            logits = torch.einsum("qhd,khd->hqk", q[a:b], k) * q.shape[-1] ** -0.5
+            outside = torch.arange(len(k)).sub(a).div(b - a, rounding_mode="floor") != 0
+            weights = logits.masked_fill(outside, -torch.inf).softmax(-1)
+            out[a:b] = torch.einsum("hqk,khd->qhd", weights, v)
+        return out, None
+
+    module = types.ModuleType("flash_attn.cute")
+    monkeypatch.setattr(module, "flash_attn_varlen_func", weigh_all, raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    q, k, v = torch.randn(3, 8, 2, 16).unbind(0)
+    q[5:], k[5:], v[5:] = torch.nan, torch.nan, torch.nan
+    cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+    ours = choice._flash_4(q, k, v, cu_seqlens, 3, None)[:5]
+    expected = varlen_attention_reference(q[:5], k[:5], v[:5], cu_seqlens, 3)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert v[5:].isnan().all(), "the caller's own values were changed"
+
+
+@pytest.mark.gpu
+def test_no_kernel_lets_anything_behind_the_segments_into_them() -> None:
+    """Those that are installed here; the whole tail is NaN."""
+    lengths, tokens = [300, 41], 400
+    qkv = tensors(tokens, head_dim=72, dtype=torch.bfloat16, device="cuda")
+    exact = by_segment(tuple(x[:341].double() for x in qkv), lengths, None)  # type: ignore[arg-type]
+    for x in qkv:
+        x[341:] = torch.nan
+    shape = AttentionShape(tokens, 2, 300, qkv[0].shape[1], 72, torch.bfloat16, False)
+    for name, kernel in choice._KERNELS.items():
+        if kernel.serves(shape):
+            output = kernel.run(*qkv, boundaries(lengths, device="cuda"), 300, None)[:341]
+            torch.testing.assert_close(output.double(), exact, rtol=2e-2, atol=2e-2, msg=name)

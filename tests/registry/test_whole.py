@@ -160,11 +160,11 @@ def test_other_outputs_of_the_tower_equal_eager(subject: Subject, flag: str) -> 
 
 
 def test_attach_detach_attach(subject: Subject) -> None:
-    call = subject.call(subject.entry.inputs.mixed)
     outcome = Outcome(subject.entry.modality, subject.entry.inputs.kind)
     for _ in range(2):
         with subject.attach() as handle:
-            for _ in range(2):
+            for _ in range(2):  # each with contents of its own: errors are judged by their number
+                call = subject.call(subject.entry.inputs.mixed)
                 output = subject.run(call)
             outcome.blame("attached", output, subject.eager(call), subject.truth(call))
             assert subject.stats(handle).hits > 0

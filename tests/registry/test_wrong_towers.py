@@ -30,13 +30,18 @@ class Tower(PreTrainedModel):
         self.post_init()
 
 
+def is_recorded(x: torch.Tensor) -> bool:
+    """Whether the call is traced or captured, asked of torch itself."""
+    return bool(is_tracing(x)) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 class Stale(Tower):
     """Divides by what it measured when it last ran in eager mode."""
 
     scale: torch.Tensor
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        if not is_tracing(pixel_values):
+        if not is_recorded(pixel_values):
             self.scale = pixel_values.abs().amax()
         return self.layer(pixel_values.flatten(1)) / self.scale
 
@@ -46,7 +51,7 @@ class Branching(Tower):
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         x = self.layer(pixel_values.flatten(1))
-        is_dark = not is_tracing(pixel_values) and bool(pixel_values[0, 0, 0, 0] < 0)
+        is_dark = not is_recorded(pixel_values) and bool(pixel_values[0, 0, 0, 0] < 0)
         return x.relu() if is_dark else x
 
 
