@@ -45,6 +45,7 @@ _EXPORTS = {
     "SupportsDivision": "protocol",
     "SupportsEncoderCudaGraph": "protocol",
     "SupportsExactGraphs": "protocol",
+    "SupportsLateChanges": "protocol",
     "SupportsPrivateCaches": "protocol",
     "SupportsTrial": "protocol",
     "UnsupportedModelError": "errors",

@@ -19,6 +19,7 @@ __all__ = [
     "SupportsDivision",
     "SupportsEncoderCudaGraph",
     "SupportsExactGraphs",
+    "SupportsLateChanges",
     "SupportsMultiModal",
     "SupportsNumBytes",
     "SupportsPrivateCaches",
@@ -142,6 +143,18 @@ class SupportsChanges(Protocol):
 
     def version(self) -> Hashable:
         """Something else whenever graphs that were captured before must not be replayed."""
+
+
+@runtime_checkable
+class SupportsLateChanges(SupportsChanges, Protocol):
+    """An encoder that keeps what its graphs read, so that changes may be noticed a moment late."""
+
+    def holds_memory(self) -> bool:
+        """Whether a replay does no harm now, even if `version()` is another one.
+
+        The manager then asks for the version while the replay runs, and throws its outputs away
+        if there is a new one. It is asked before each replay: it must be much cheaper.
+        """
 
 
 def supports_encoder_cudagraph(model: object) -> bool:

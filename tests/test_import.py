@@ -40,6 +40,7 @@ PUBLIC = [
     "SupportsDivision",
     "SupportsEncoderCudaGraph",
     "SupportsExactGraphs",
+    "SupportsLateChanges",
     "SupportsPrivateCaches",
     "SupportsTrial",
     "UnsupportedModelError",

@@ -21,7 +21,6 @@ from torch import nn
 from mmgraph.attachment.unread import unread_parameters
 from mmgraph.encoders import TowerEncoder, inside_tower
 from mmgraph.manager import EncoderCudaGraphManager
-from mmgraph.preparation import Turns
 from mmgraph.stats import StatsRecorder
 from mmgraph.types import Reason, Refusal
 
@@ -42,34 +41,59 @@ def rehearsal(listener: Callable[[TowerEncoder, dict[str, Any]], None]) -> Itera
         _listener.reset(token)
 
 
-_REPLICATE = "_replicate_for_data_parallel"
+class _StandIn:
+    """Stands on an instance in the place of a method of ``nn.Module``.
+
+    Attributes:
+        name: Of the method.
+    """
+
+    name = ""
+
+    def __init__(self, encoder: TowerEncoder) -> None:
+        self._module = encoder.tower.module
+        self._encoder = encoder
+
+    def _method_of(self, module: nn.Module) -> Any:
+        return MethodType(getattr(type(module), self.name), module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._method_of(memo.get(id(self._module), self._module))
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self._module, self.name))
 
 
-class _Replicate:
+class _Replicate(_StandIn):
     """Makes replicas for ``nn.DataParallel``, which copies what is on the instance along.
 
     A replica is another module, on another device: it has no graphs.
     """
 
-    def __init__(self, module: nn.Module, turns: Turns) -> None:
-        self._module = module
-        self._turns = turns
+    name = "_replicate_for_data_parallel"
 
     def __call__(self) -> Any:
-        with self._turns.together():  # not of what a capture has made of it
-            replica = type(self._module)._replicate_for_data_parallel(self._module)
+        with self._encoder.preparation.turns.together():  # not of what a capture has made of it
+            replica = self._method_of(self._module)()
         names = replica.__dict__
-        names.pop(_REPLICATE, None)
+        for stand_in in _STAND_INS:
+            names.pop(stand_in.name, None)
         for method in [value for value in names.values() if isinstance(value, AttachedMethod)]:
             method.take_off(names)
         return replica
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = memo.get(id(self._module), self._module)
-        return MethodType(type(self._module)._replicate_for_data_parallel, twin)
 
-    def __reduce__(self) -> Any:
-        return (getattr, (self._module, _REPLICATE))
+class _Apply(_StandIn):
+    """Lets the tower's memory go before ``to()`` and its kin give it other memory."""
+
+    name = "_apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._encoder.watch.release()
+        return self._method_of(self._module)(*args, **kwargs)
+
+
+_STAND_INS = (_Replicate, _Apply)
 
 
 class AttachedMethod:
@@ -125,8 +149,8 @@ class AttachedMethod:
         method = self.encoder.method
         self._before = self.module.__dict__.get(method)
         self.module.__dict__[method] = self
-        replicate = _Replicate(self.module, self.encoder.preparation.turns)
-        self.module.__dict__.setdefault(_REPLICATE, replicate)
+        for stand_in in _STAND_INS:
+            self.module.__dict__.setdefault(stand_in.name, stand_in(self.encoder))
 
     def remove(self) -> None:
         """Put back what was there before."""
@@ -135,7 +159,8 @@ class AttachedMethod:
             return  # somebody wrapped over us or took us off: theirs to keep
         self.take_off(names)
         if not any(isinstance(value, AttachedMethod) for value in names.values()):
-            names.pop(_REPLICATE, None)
+            for stand_in in _STAND_INS:
+                names.pop(stand_in.name, None)
 
     def take_off(self, names: dict[str, Any]) -> None:
         """Put back in `names`, those of the module or a replica, what was there before."""

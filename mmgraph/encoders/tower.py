@@ -196,6 +196,10 @@ class TowerEncoder(ABC):
         """Something else whenever graphs that were captured before must not be replayed."""
         return self.watch.version
 
+    def holds_memory(self) -> bool:
+        """Whether a replay does no harm now, even if the tower has changed."""
+        return self.watch.holds_memory
+
     @property
     def on_trial(self) -> bool:
         """Whether a graph has still to be compared with one without the optional steps."""

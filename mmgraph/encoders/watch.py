@@ -8,7 +8,12 @@ What a reader would get wrong: nothing here walks the modules of a tower at a ca
 go through torch's registration hooks. The rest (setting ``.data``, ``to()``, an entry of
 ``_parameters`` or ``_modules``, a ``forward``) shows in the tables of the modules and in the
 addresses of what they hold, which ``map`` and ``chain`` read without a line of Python: 0.1 us a
-parameter.
+parameter, several times that where a CPU's cache has lost them.
+
+So the memory itself is held: a replay of a tower that has changed then reads what was there, and
+harms nothing. Whoever asks :attr:`TowerWatch.holds_memory` first may launch a replay and compare
+:attr:`TowerWatch.version` while it runs. Memory is let go when a change is noticed, and before
+``to()`` and its kin move the tower.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ _address = torch.Tensor.data_ptr
 _PLAIN = (nn.Parameter, nn.Buffer, torch.Tensor)
 _training = itemgetter("training")
 _END = object()
+_EVERY = 16
+"""Of so many tensors one is looked at before a replay."""
 _HARMLESS = ("transformers.", "mmgraph.")
 """Hooks of these only collect outputs of the call that is running; a capture collects them too."""
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -54,6 +61,8 @@ class TowerWatch:
         self._turns = turns or Turns()
         self._version = 0
         self._stale = False
+        self._memory: list[torch.UntypedStorage] | None = None
+        self._samples: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._look()
         self._known = self._state()
@@ -72,6 +81,8 @@ class TowerWatch:
             if not moved and before == self._turns.alterations():
                 self._sizes = sizes
                 self._known = state
+                if self._memory is None:
+                    self._hold()
                 return state
         if is_traced():  # what the modules hold now may have no address, and no graph serves
             return self._known
@@ -92,6 +103,23 @@ class TowerWatch:
         )
 
     @property
+    def holds_memory(self) -> bool:
+        """Whether what a replay reads is still there, be it of the tower as it is now or as it was.
+
+        Not while another thread has altered the tower, nor where somebody has taken the memory
+        from under the tensors.
+        """
+        return (
+            self._memory is not None
+            and self._turns.alterations() >= 0
+            and list(map(_address, self._samples)) == self._sampled
+        )
+
+    def release(self) -> None:
+        """Hold no memory until the tower is looked at again."""
+        self._memory, self._samples = None, []
+
+    @property
     def is_hooked(self) -> bool:
         """Whether a module has a hook that a replay wouldn't call."""
         # Each hook has a number, which a class of torch counts: no new number, no new hook. The
@@ -110,10 +138,12 @@ class TowerWatch:
     def forget(self) -> None:
         """Stop watching."""
         _registrations.forget(self)
+        self.release()
 
     def mark_stale(self) -> None:
         """Note that a parameter, buffer or submodule was registered."""
         self._stale = True
+        self.release()
 
     def _look(self) -> None:
         self._stale = False
@@ -144,8 +174,16 @@ class TowerWatch:
                 singles += plain
         self._plain = (*tables, singles)
         self._addresses = self._read_addresses()
+        self._hold()
         self._others = others
         self._members = (*chain.from_iterable(others), _END)
+
+    def _hold(self) -> None:
+        tensors = list(chain.from_iterable(self._plain))
+        samples = tensors[::_EVERY]
+        self._sampled = list(map(_address, samples))
+        self._samples = samples
+        self._memory = [tensor.untyped_storage() for tensor in tensors]
 
     def _has_moved(self, sizes: list[int]) -> bool:
         """Whether something was replaced that nobody was told of; `sizes` are of namespaces."""

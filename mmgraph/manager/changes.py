@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from mmgraph.log import WarnOnce, get_logger
-from mmgraph.protocol import SupportsChanges
+from mmgraph.protocol import SupportsChanges, SupportsLateChanges
 
 __all__ = ["Changes"]
 
@@ -27,6 +27,9 @@ class Changes:
         self, model: object, name: str, *, recapture: bool, free: Callable[[], None]
     ) -> None:
         self._version = model.version if isinstance(model, SupportsChanges) else lambda: None
+        self._holds_memory: Callable[[], bool] = lambda: False
+        if isinstance(model, SupportsLateChanges):
+            self._holds_memory = model.holds_memory
         self._name = name
         self._recapture = recapture
         self._free = free
@@ -34,6 +37,14 @@ class Changes:
         self._in_a_row = self._replays = 0
         self._given_up = False
         self._warn_once = WarnOnce(get_logger(__name__))
+
+    def may_come_late(self) -> bool:
+        """Whether a graph may be replayed before the encoder is compared with what was captured."""
+        return not self._given_up and self._holds_memory()
+
+    def differs(self) -> bool:
+        """Whether the encoder is something else than what was captured; frees nothing yet."""
+        return self._version() != self._captured
 
     def noticed(self) -> bool:
         """Free graphs that are out of date; whether calls have to run in eager mode now."""

@@ -151,6 +151,24 @@ class ExactGraphs:
             self._drop(key, Reason.DATA_DEPENDENT, str(error))
             raise Refusal(Reason.DATA_DEPENDENT) from error
 
+    @torch.no_grad()
+    def known(self, mm_kwargs: Mapping[str, Any]) -> tuple[Any, GraphKey] | None:
+        """Like :meth:`serve`, but only from a graph that is there and can serve the call."""
+        try:
+            call = self._model.exact_call(mm_kwargs)
+        except Refusal:
+            return None
+        key = GraphKey(call.num_tokens, exact=call.key)
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        self.entries.move_to_end(key)
+        try:
+            with self._backend.ordered():
+                return entry.run(call.contents), key
+        except ReplayError:  # serve() knows what follows
+            return None
+
     def capture(self, mm_kwargs: Mapping[str, Any], room: int) -> None:
         """Capture a graph for calls like this one now, where there are fewer than `room`.
 

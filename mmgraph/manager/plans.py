@@ -64,6 +64,22 @@ class Plans:
         """Forget all plans."""
         self._known.clear()
 
+    def known(self, batch: EncoderBatch) -> Plan | None:
+        """The plan of a batch that came before, if it is all replays and nothing is to be captured.
+
+        Otherwise nothing is counted, and :meth:`plan` is to be asked.
+        """
+        known = self._known.get(batch)
+        if known is None or known.waiting or known.plan.eager or not known.plan.replays:
+            return None
+        if known.uses + 1 == self._config.exact_after:
+            return None
+        known.uses += 1
+        self._demand.call()
+        for replay in known.plan.replays:
+            self._demand.add(replay.key)
+        return known.plan
+
     def plan(self, batch: EncoderBatch) -> Plan:
         """A plan whose replays are all captured; captures what it needs where that is allowed."""
         self._demand.call()

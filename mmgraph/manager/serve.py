@@ -34,7 +34,7 @@ from mmgraph.manager.ranges import Ranges
 from mmgraph.manager.store import GraphStore
 from mmgraph.protocol import SupportsDivision, SupportsEncoderCudaGraph
 from mmgraph.stats import StatsRecorder
-from mmgraph.types import EncoderBatch, EncoderFacts, Reason, Refusal
+from mmgraph.types import EncoderBatch, EncoderFacts, GraphKey, Reason, Refusal
 
 __all__ = ["Server"]
 
@@ -57,6 +57,9 @@ _LOGGED = frozenset(
     }
 )
 """Reasons that lie with the call or the settings; of the others something else is logged."""
+
+
+_Served = tuple[Any, EncoderBatch | None, OutputLayout | None]
 
 
 class Server:
@@ -106,16 +109,66 @@ class Server:
         self._log_once = WarnOnce(get_logger(__name__))
         self._range = Ranges(facts.name)
 
-    def serve(
-        self, mm_kwargs: Mapping[str, Any]
-    ) -> tuple[Any, EncoderBatch | None, OutputLayout | None]:
+    def serve(self, mm_kwargs: Mapping[str, Any]) -> _Served:
+        """The output for a call, with its items and where they lie in it, as far as it was read."""
         self._stats.called()
+        served = self._serve_known(mm_kwargs)
+        return self._serve_any(mm_kwargs) if served is None else served
+
+    def _serve_known(self, mm_kwargs: Mapping[str, Any]) -> _Served | None:
+        """Serve a call whose graphs are there; whether they are still right shows while they run.
+
+        ``None``: it has to go the long way.
+        """
+        if self._closed or self._debug or self._backend.busy():
+            return None
+        if not self._changes.may_come_late():
+            return None
+        try:
+            batch = self._model.item_specs(mm_kwargs)
+        except Refusal as refusal:
+            return self._serve_known_exactly(mm_kwargs, refusal)
+        if torch.is_grad_enabled() and self._wants_gradients(mm_kwargs):
+            return None
+        if self._config.mode == "piecewise":
+            return self._serve_known_exactly(mm_kwargs, Refusal(Reason.PIECEWISE, batch))
+        with self._lock:
+            plan = None if self._audit.failed() else self._plans.known(batch)
+            if plan is None:
+                return None
+            layout = self._store.entries[plan.replays[0].key].layout
+            collector = Collector(layout, batch)
+            self._replay_all(mm_kwargs, batch, plan, collector)
+            if self._changes.differs():
+                return None
+            self._seen(batch)
+            self._count(batch, plan)
+            output = layout.build(collector.results)
+            return self._audited(mm_kwargs, output, layout), batch, layout
+
+    def _serve_known_exactly(
+        self, mm_kwargs: Mapping[str, Any], refusal: Refusal
+    ) -> _Served | None:
+        """Serve a call that no budget takes in the same way, from a graph of its own."""
+        if self._exact is None or refusal.reason not in _BEYOND_BUDGETS:
+            return None
+        with self._lock:
+            known = None if self._audit.failed() else self._exact.known(mm_kwargs)
+            if known is None or self._changes.differs():
+                return None
+            output, key = known
+            if refusal.reason is Reason.PIECEWISE and refusal.batch is not None:
+                self._seen(refusal.batch)
+            self._count_exact(key, refusal.num_items)
+        return self._audited(mm_kwargs, output), refusal.batch, None
+
+    def _serve_any(self, mm_kwargs: Mapping[str, Any]) -> _Served:
         distrust = self._closed or self._distrust()
         try:
             batch = self._model.item_specs(mm_kwargs)
             if not batch.items:
                 raise Refusal(Reason.NO_ITEMS, batch)
-            self._stats.seen(tuple([item.num_tokens for item in batch.items]))
+            self._seen(batch)
             if torch.is_grad_enabled() and self._wants_gradients(mm_kwargs):
                 raise Refusal(Reason.GRAD, batch)
             if self._backend.busy():
@@ -130,7 +183,6 @@ class Server:
         with self._lock:
             parts, plan = self._planned(batch)
             if plan.replays:
-                self._changes.replayed()
                 layout, tensors = self._run_plan(mm_kwargs, parts, plan)
                 return self._audited(mm_kwargs, layout.build(tensors), layout), batch, layout
         if len(plan.eager) == 1:
@@ -159,10 +211,7 @@ class Server:
             try:
                 with self._lock:
                     output, key = self._exact.serve(mm_kwargs, reason, self._room())
-                    self._changes.replayed(fresh=self._stats.replays(key) == 0)
-                    self._stats.replayed(key, num_items, key.token_budget)
-                    if self._store.is_over:
-                        self._exact.refuse(key)
+                    self._count_exact(key, num_items)
             except Refusal as refusal:
                 if refusal.reason is not reason:
                     reason, why = refusal.reason, str(refusal)
@@ -171,6 +220,12 @@ class Server:
         self._missed(reason, num_items, why)
         with self._range("eager", reason.name):
             return self._model.embed_multimodal(**mm_kwargs)
+
+    def _count_exact(self, key: GraphKey, num_items: int) -> None:
+        self._changes.replayed(fresh=self._stats.replays(key) == 0)
+        self._stats.replayed(key, num_items, key.token_budget)
+        if self._exact is not None and self._store.is_over:
+            self._exact.refuse(key)
 
     def _missed(self, reason: Reason, num_items: int, why: str = "") -> None:
         self._stats.missed(reason, num_items)
@@ -241,13 +296,31 @@ class Server:
             call = self._model.select_items(mm_kwargs, part.items)
             output = self._beyond_budgets(call, part.reason, len(part.items))
             collector.add(part.items, eager_tensors(output, self._facts, layout))
+        self._replay_all(mm_kwargs, batch, plan, collector)
+        self._count(batch, plan)
+        return layout, collector.results
+
+    def _replay_all(
+        self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, plan: Plan, collector: Collector
+    ) -> None:
         with self._backend.ordered():
             for replay in plan.replays:
                 tensors = self._replay(mm_kwargs, batch, replay)
                 collector.add(replay.items, tensors)
                 if self._debug:
                     collector.check_owned(tensors)
-        return layout, collector.results
+
+    def _seen(self, batch: EncoderBatch) -> None:
+        self._stats.seen(tuple([item.num_tokens for item in batch.items]))
+
+    def _count(self, batch: EncoderBatch, plan: Plan) -> None:
+        """Count replays whose outputs are handed out."""
+        self._changes.replayed()
+        for replay in plan.replays:
+            items = [batch.items[i] for i in replay.items]
+            num_items = sum(not item.is_rest for item in items)
+            num_tokens = sum(item.num_tokens for item in items)
+            self._stats.replayed(replay.key, num_items, num_tokens)
 
     def _replay(
         self, mm_kwargs: Mapping[str, Any], batch: EncoderBatch, replay: Replay
@@ -258,8 +331,4 @@ class Server:
         with self._range("replay", replay.key):
             pieces = self._model.replay_inputs(mm_kwargs, batch, replay.items, replay.key)
             entry.buffers.load(pieces)
-            tensors = entry.graph.replay()
-        items = [batch.items[i] for i in replay.items]
-        num_items = sum(not item.is_rest for item in items)
-        self._stats.replayed(replay.key, num_items, sum(item.num_tokens for item in items))
-        return tensors
+            return entry.graph.replay()

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from mmgraph.preparation.reductions import rows_at_once
+
 __all__ = ["compiled_blocks", "find_blocks"]
 
 _MIN_BLOCKS = 2
@@ -68,6 +70,7 @@ def _compile(block: nn.Module) -> Any:
         # good, and what the mode is there to see would be hidden from it anyway.
         if _get_current_dispatch_mode() is not None:
             return forward(*args, **kwargs)
-        return compiled(*args, **kwargs)
+        with rows_at_once():
+            return compiled(*args, **kwargs)
 
     return run
