@@ -18,12 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -42,8 +43,6 @@ _GRIDS = 60
 def launches() -> Iterator[list[int]]:
     """Within the block the moments at which graphs are replayed are noted, in nanoseconds."""
     moments: list[int] = []
-    kinds = CapturedGraph.__subclasses__()
-    originals = [kind.replay for kind in kinds]
 
     def noting(replay: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def noted(self: Any) -> Any:
@@ -52,13 +51,10 @@ def launches() -> Iterator[list[int]]:
 
         return noted
 
-    for kind, original in zip(kinds, originals, strict=True):
-        kind.replay = noting(original)  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        for kind in CapturedGraph.__subclasses__():
+            stack.enter_context(patch.object(kind, "replay", noting(kind.replay)))
         yield moments
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.replay = original  # type: ignore[method-assign]
 
 
 def grids(tokens: int, merge: int, count: int) -> list[list[int]]:

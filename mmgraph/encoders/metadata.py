@@ -12,6 +12,7 @@ order, a grid of one merge group. No segment holds them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -182,7 +183,7 @@ class PackedMetadata:
 
         t, h, w = grid
         window_index = window_seqlens = indices = weights = None
-        with torch.device("cpu"), torch.no_grad():
+        with _on_cpu(), torch.no_grad():
             thw = torch.tensor([grid], dtype=torch.int64)
             positions = vision_utils.get_vision_position_ids(
                 thw, self.merge_size, include_temporal=self._include_temporal
@@ -243,6 +244,11 @@ class PackedMetadata:
         index[groups:] = np.arange(groups, len(index))
         lengths = [item.window_seqlens for item in items if item.window_seqlens is not None]
         _fill_cumulative(out["cu_window_seqlens"], np.concatenate(lengths) if lengths else [])
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """Within the block tensors are made on the CPU; where they are anyway that costs nothing."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _fill_cumulative(out: npt.NDArray[Any], lengths: Any) -> None:

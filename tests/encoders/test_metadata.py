@@ -270,3 +270,14 @@ def test_building_metadata_touches_no_random_number_and_no_default_device() -> N
     assert arrays.interp_weights is not None
     assert np.allclose(arrays.interp_weights.sum(axis=1), 1)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_do_not_hang_on_the_default_device(family: str) -> None:
+    metadata, grid = metadata_of(family), (1, 14, 22)
+    expected = metadata.arrays(grid)
+    metadata.arrays.cache_clear()
+    with torch.device("meta"):
+        arrays = metadata.arrays(grid)
+    for name in ("position_ids", "window_index", "interp_indices", "interp_weights"):
+        np.testing.assert_equal(getattr(arrays, name), getattr(expected, name))
