@@ -80,6 +80,7 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
         "whole-registry": Part((*pytest, "-m", "gpu and slow", "tests/registry"), 240),
         "demo": Part((*module, "mmgraph", "demo"), 180),
         "bench": Part((*module, "mmgraph", "bench", "-n", "10", "--out", str(out / "bench")), 600),
+        "start": Part((*module, "scripts.bench_start", "--out", str(out)), 240),
         "traces-qwen2.5": Part((*traces, "--model", "qwen2.5-vl-7b"), 200),
         "traces-qwen3": Part((*traces, "--model", "qwen3-vl-8b"), 200),
         "soak": Part(

@@ -16,6 +16,10 @@ from mmgraph.types import EncoderBatch, EncoderFacts
 __all__ = ["Collector", "OutputLayout", "eager_tensors", "flatten_outputs", "record_layout"]
 
 
+_FEW = 8
+"""Copies up to which each is a kernel of its own: one for all takes 14 us, however small."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Leaf:
     """A tensor of the output: dimension `dim` has one entry for each `divisor` tokens."""
@@ -104,7 +108,7 @@ class Collector:
                 a, b, n = (x // leaf.divisor for x in (source, target, length))
                 sources.append(_rows(tensor, leaf.dim, a, n))
                 targets.append(_rows(result, leaf.dim, b, n))
-        torch._foreach_copy_(targets, sources)
+        _copy(targets, sources)
 
     def check_owned(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise if the results lie in the memory of a graph, whose next replay overwrites it.
@@ -168,6 +172,15 @@ def _leaf(tensor: torch.Tensor, num_tokens: int, granularity: int, rows: bool) -
     raise CaptureError(
         f"an output of shape {tuple(tensor.shape)} for {num_tokens} tokens can't be divided by item"
     )
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target."""
+    if len(targets) > _FEW:
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _rows(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:

@@ -169,3 +169,12 @@ def test_collected_tensors_keep_dtype_and_trailing_shape(dtype: torch.dtype) -> 
     layout, tensors = record(torch.ones(1, 16, 5, dtype=dtype))
     (result,) = collect(layout, batch_of(8, 4), [((0, 1), tensors)])
     assert (result.dtype, result.shape) == (dtype, (1, 12, 5))
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 30])
+def test_any_number_of_tensors_is_copied(count: int) -> None:
+    tree = [torch.arange(16.0)[:, None] + i for i in range(count)]
+    layout, tensors = record(tree)
+    results = collect(layout, batch_of(8, 8), [((1,), tensors), ((0,), tensors)])
+    for result, tensor in zip(results, tree, strict=True):
+        assert torch.equal(result, tensor[:8].repeat(2, 1))
