@@ -109,11 +109,12 @@ class TowerWatch:
         Not while another thread has altered the tower, nor where somebody has taken the memory
         from under the tensors.
         """
-        return (
-            self._memory is not None
-            and self._turns.alterations() >= 0
-            and list(map(_address, self._samples)) == self._sampled
-        )
+        if self._memory is None or self._turns.alterations() < 0:
+            return False
+        try:
+            return list(map(_address, self._samples)) == self._sampled
+        except RuntimeError:  # no tensor with an address any more
+            return False
 
     def release(self) -> None:
         """Hold no memory until the tower is looked at again."""

@@ -138,7 +138,12 @@ class Server:
                 return None
             layout = self._store.entries[plan.replays[0].key].layout
             collector = Collector(layout, batch)
-            self._replay_all(mm_kwargs, batch, plan, collector)
+            try:
+                self._replay_all(mm_kwargs, batch, plan, collector)
+            except Exception:
+                if self._changes.differs():  # a break has run what came since
+                    return None
+                raise
             if self._changes.differs():
                 return None
             self._seen(batch)
@@ -153,7 +158,12 @@ class Server:
         if self._exact is None or refusal.reason not in _BEYOND_BUDGETS:
             return None
         with self._lock:
-            known = None if self._audit.failed() else self._exact.known(mm_kwargs)
+            try:
+                known = None if self._audit.failed() else self._exact.known(mm_kwargs)
+            except Exception:
+                if self._changes.differs():  # a break has run what came since
+                    return None
+                raise
             if known is None or self._changes.differs():
                 return None
             output, key = known

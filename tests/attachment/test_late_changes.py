@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel, ViTConfig
 
 import mmgraph
 from mmgraph import GraphConfig
-from mmgraph.encoders import TowerWatch
+from mmgraph.encoders import TowerWatch, eager_towers
 from mmgraph.graphs import CapturedGraph
 from mmgraph.manager.changes import Changes
 from mmgraph.preparation import Turns
@@ -162,3 +163,53 @@ def test_copies_and_detached_towers_have_torch_s_own_methods(tower: nn.Module) -
             assert next(twin.parameters()).dtype == torch.float64
         assert next(tower.parameters()).dtype == torch.float32
     assert "_apply" not in tower.__dict__
+
+
+class Reading(nn.Module):
+    """Reads its input on the host, so that a graph breaks here and runs it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert float(x.amax()) < 1e9
+        return self.inner(x)
+
+
+class Broken(PreTrainedModel):
+    config_class = ViTConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.first = nn.Linear(48, 8)
+        self.reading = Reading()
+        self.last = nn.Linear(8, 8)
+        self.post_init()
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.last(self.reading(self.first(pixel_values.flatten(1))).relu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_a_break_that_fails_on_what_came_since_is_no_error(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmgraph.graphs.cuda.CudaBackend.is_timed", False)
+    broken = Broken(ViTConfig(image_size=4, patch_size=2)).eval().to(device)
+    with mmgraph.attach(broken, GraphConfig(mode="piecewise")) as handle:
+
+        def equal() -> bool:
+            x = torch.randn(2, 3, 4, 4, device=device)
+            with eager_towers():
+                expected = broken(x)
+            return torch.allclose(broken(x), expected, rtol=1e-3, atol=1e-4)
+
+        assert all(equal() for _ in range(3))
+        assert handle.stats().hits > 0
+        for layer, shape in ((broken.first, (16, 48)), (broken.reading.inner, (8, 16))):
+            layer._parameters["weight"] = nn.Parameter(torch.randn(shape, device=device))
+        broken.first._parameters["bias"] = nn.Parameter(torch.randn(16, device=device))
+        assert all(equal() for _ in range(3))
