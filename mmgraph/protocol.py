@@ -15,6 +15,7 @@ import torch
 from mmgraph.types import BufferSpec, EncoderBatch, EncoderFacts, ExactCall, GraphKey
 
 __all__ = [
+    "HeldMemory",
     "SupportsChanges",
     "SupportsDivision",
     "SupportsEncoderCudaGraph",
@@ -145,15 +146,22 @@ class SupportsChanges(Protocol):
         """Something else whenever graphs that were captured before must not be replayed."""
 
 
+class HeldMemory(Protocol):
+    """Memory that outlives what it belonged to, for as long as this lives."""
+
+    def is_there(self) -> bool:
+        """Whether a replay may read it now; asked before each, so it must be cheap."""
+
+
 @runtime_checkable
 class SupportsLateChanges(SupportsChanges, Protocol):
     """An encoder that keeps what its graphs read, so that changes may be noticed a moment late."""
 
-    def holds_memory(self) -> bool:
-        """Whether a replay does no harm now, even if `version()` is another one.
+    def hold_memory(self) -> HeldMemory | None:
+        """Keep the memory that graphs of the encoder as it is now read; ``None`` if that can't be.
 
-        The manager then asks for the version while the replay runs, and throws its outputs away
-        if there is a new one. It is asked before each replay: it must be much cheaper.
+        While it is there, the manager asks for the version while a replay runs, and throws the
+        outputs away if that is a new one. What is returned is dropped with the graphs.
         """
 
 

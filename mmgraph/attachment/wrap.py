@@ -53,15 +53,53 @@ class _StandIn:
     def __init__(self, encoder: TowerEncoder) -> None:
         self._module = encoder.tower.module
         self._encoder = encoder
+        found = self._module.__dict__.get(self.name)
+        self._before = None if isinstance(found, _StandIn) else found  # that of a copy is none
+
+    @classmethod
+    def install(cls, encoder: TowerEncoder) -> None:
+        """Put one on the tower of `encoder`, unless there is one."""
+        names = encoder.tower.module.__dict__
+        if not isinstance(names.get(cls.name), cls):
+            names[cls.name] = cls(encoder)
+
+    @classmethod
+    def remove(cls, names: dict[str, Any]) -> None:
+        """Put back in `names` what was there before, if one of these is."""
+        found = names.get(cls.name)
+        if isinstance(found, _StandIn):
+            del names[cls.name]
+            if found._before is not None:
+                names[cls.name] = found._before
 
     def _method_of(self, module: nn.Module) -> Any:
+        if self._before is not None and module is self._module:
+            return self._before
         return MethodType(getattr(type(module), self.name), module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._method_of(memo.get(id(self._module), self._module))
+        """A copy of the tower has the method of its class."""
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        return _OfItsClass(memo.get(id(self._module), self._module), self.name)
 
     def __reduce__(self) -> Any:
-        return (getattr, (self._module, self.name))
+        return (_OfItsClass, (self._module, self.name))
+
+
+class _OfItsClass(_StandIn):
+    """What a copy of an attached tower has in place of a stand-in: the method of its class.
+
+    The class is looked up at each call, as it may be set to another one later.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.name = name
+        self._module = module
+        self._before = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method_of(self._module)(*args, **kwargs)
 
 
 class _Replicate(_StandIn):
@@ -77,7 +115,7 @@ class _Replicate(_StandIn):
             replica = self._method_of(self._module)()
         names = replica.__dict__
         for stand_in in _STAND_INS:
-            names.pop(stand_in.name, None)
+            stand_in.remove(names)
         for method in [value for value in names.values() if isinstance(value, AttachedMethod)]:
             method.take_off(names)
         return replica
@@ -93,7 +131,7 @@ class _Apply(_StandIn):
         return self._method_of(self._module)(*args, **kwargs)
 
 
-_STAND_INS = (_Replicate, _Apply)
+_STAND_INS: tuple[type[_StandIn], ...] = (_Replicate, _Apply)
 
 
 class AttachedMethod:
@@ -150,7 +188,7 @@ class AttachedMethod:
         self._before = self.module.__dict__.get(method)
         self.module.__dict__[method] = self
         for stand_in in _STAND_INS:
-            self.module.__dict__.setdefault(stand_in.name, stand_in(self.encoder))
+            stand_in.install(self.encoder)
 
     def remove(self) -> None:
         """Put back what was there before."""
@@ -160,7 +198,7 @@ class AttachedMethod:
         self.take_off(names)
         if not any(isinstance(value, AttachedMethod) for value in names.values()):
             for stand_in in _STAND_INS:
-                names.pop(stand_in.name, None)
+                stand_in.remove(names)
 
     def take_off(self, names: dict[str, Any]) -> None:
         """Put back in `names`, those of the module or a replica, what was there before."""

@@ -19,6 +19,7 @@ from mmgraph.encoders.placement import first_parameter, main_dtype, placement_pr
 from mmgraph.encoders.tracing import is_traced
 from mmgraph.encoders.watch import TowerWatch
 from mmgraph.preparation import Preparation
+from mmgraph.protocol import HeldMemory
 from mmgraph.types import (
     BufferSpec,
     EncoderBatch,
@@ -196,9 +197,9 @@ class TowerEncoder(ABC):
         """Something else whenever graphs that were captured before must not be replayed."""
         return self.watch.version
 
-    def holds_memory(self) -> bool:
-        """Whether a replay does no harm now, even if the tower has changed."""
-        return self.watch.holds_memory
+    def hold_memory(self) -> HeldMemory | None:
+        """Keep what graphs of the tower as it is now read; see ``SupportsLateChanges``."""
+        return self.watch.hold()
 
     @property
     def on_trial(self) -> bool:

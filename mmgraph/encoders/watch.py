@@ -1,6 +1,6 @@
-"""Noticing that a tower is no longer what was captured, before the next replay.
+"""Noticing that a tower is no longer what was captured, before an answer of a replay is handed out.
 
-A graph holds addresses and runs no Python. So it must not be replayed after a weight moved, was
+A graph holds addresses and runs no Python. So it must not serve after a weight moved, was
 replaced or quantised, a submodule was swapped, or adapters came, went or were switched; and not
 while somebody has put a hook on a submodule, since that wouldn't fire.
 
@@ -10,10 +10,10 @@ go through torch's registration hooks. The rest (setting ``.data``, ``to()``, an
 addresses of what they hold, which ``map`` and ``chain`` read without a line of Python: 0.1 us a
 parameter, several times that where a CPU's cache has lost them.
 
-So the memory itself is held: a replay of a tower that has changed then reads what was there, and
-harms nothing. Whoever asks :attr:`TowerWatch.holds_memory` first may launch a replay and compare
-:attr:`TowerWatch.version` while it runs. Memory is let go when a change is noticed, and before
-``to()`` and its kin move the tower.
+So whoever has captured the tower holds its memory (:meth:`TowerWatch.hold`): a replay after the
+tower has changed then reads what was there, and harms nothing, and :attr:`TowerWatch.version` may
+be compared while it runs. Memory is let go with the graphs that read it, when a parameter is
+registered, and before ``to()`` and its kin move the tower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mmgraph.encoders.attention import attention_configs
 from mmgraph.encoders.tracing import is_traced
-from mmgraph.preparation import Turns
+from mmgraph.preparation import Turns, find_blocks
 
 __all__ = ["TowerWatch"]
 
@@ -41,8 +41,6 @@ _address = torch.Tensor.data_ptr
 _PLAIN = (nn.Parameter, nn.Buffer, torch.Tensor)
 _training = itemgetter("training")
 _END = object()
-_EVERY = 16
-"""Of so many tensors one is looked at before a replay."""
 _HARMLESS = ("transformers.", "mmgraph.")
 """Hooks of these only collect outputs of the call that is running; a capture collects them too."""
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -60,9 +58,8 @@ class TowerWatch:
         self._module = module
         self._turns = turns or Turns()
         self._version = 0
-        self._stale = False
-        self._memory: list[torch.UntypedStorage] | None = None
-        self._samples: list[torch.Tensor] = []
+        self._stale = self._forgotten = False
+        self._held: WeakSet[_Held] = WeakSet()
         self._lock = threading.Lock()
         self._look()
         self._known = self._state()
@@ -81,8 +78,6 @@ class TowerWatch:
             if not moved and before == self._turns.alterations():
                 self._sizes = sizes
                 self._known = state
-                if self._memory is None:
-                    self._hold()
                 return state
         if is_traced():  # what the modules hold now may have no address, and no graph serves
             return self._known
@@ -102,23 +97,20 @@ class TowerWatch:
             torch.get_default_dtype(),
         )
 
-    @property
-    def holds_memory(self) -> bool:
-        """Whether what a replay reads is still there, be it of the tower as it is now or as it was.
-
-        Not while another thread has altered the tower, nor where somebody has taken the memory
-        from under the tensors.
-        """
-        if self._memory is None or self._turns.alterations() < 0:
-            return False
-        try:
-            return list(map(_address, self._samples)) == self._sampled
-        except RuntimeError:  # no tensor with an address any more
-            return False
+    def hold(self) -> _Held | None:
+        """Keep the memory that graphs of the tower as it is now read; ``None`` if it has moved."""
+        with self._lock:
+            tensors = list(chain.from_iterable(self._plain))
+            if self._forgotten or self._stale or list(map(_address, tensors)) != self._addresses:
+                return None
+            held = _Held(tensors, self._samples, self._turns)
+            self._held.add(held)
+            return held
 
     def release(self) -> None:
-        """Hold no memory until the tower is looked at again."""
-        self._memory, self._samples = None, []
+        """Let go of all memory that is held."""
+        for held in list(self._held):
+            held.let_go()
 
     @property
     def is_hooked(self) -> bool:
@@ -139,6 +131,7 @@ class TowerWatch:
     def forget(self) -> None:
         """Stop watching."""
         _registrations.forget(self)
+        self._forgotten = True
         self.release()
 
     def mark_stale(self) -> None:
@@ -151,6 +144,9 @@ class TowerWatch:
         modules = list(self._module.modules())
         inner = modules[1:]  # those of the tower itself are called around what stands in for it
         self.modules = frozenset(map(id, modules))
+        parts = [*self._module.children(), *find_blocks(self._module)]
+        firsts = (next(part.parameters(), None) for part in parts)
+        self._samples = [p for p in firsts if p is not None and type(p) in _PLAIN]
         self._look_at_tables(modules)
         self._namespaces = [m.__dict__ for m in inner]
         self._sizes = list(map(len, self._namespaces))
@@ -175,16 +171,8 @@ class TowerWatch:
                 singles += plain
         self._plain = (*tables, singles)
         self._addresses = self._read_addresses()
-        self._hold()
         self._others = others
         self._members = (*chain.from_iterable(others), _END)
-
-    def _hold(self) -> None:
-        tensors = list(chain.from_iterable(self._plain))
-        samples = tensors[::_EVERY]
-        self._sampled = list(map(_address, samples))
-        self._samples = samples
-        self._memory = [tensor.untyped_storage() for tensor in tensors]
 
     def _has_moved(self, sizes: list[int]) -> bool:
         """Whether something was replaced that nobody was told of; `sizes` are of namespaces."""
@@ -220,6 +208,36 @@ class TowerWatch:
         self._last_hook = RemovableHandle.next_id
         hooks = (hook for table in self._hook_tables for hook in tuple(table.values()))
         self._hooked = not all(map(_is_harmless, hooks))
+
+
+class _Held:
+    """Memory of a tower as it was captured.
+
+    What a reader would get wrong: a storage can be emptied though somebody holds it (FSDP does
+    that, a block at a time). So a tensor of each block is looked at.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], turns: Turns
+    ) -> None:
+        self._memory: list[torch.UntypedStorage] | None = [t.untyped_storage() for t in tensors]
+        self._samples = list(samples)
+        self._addresses = list(map(_address, samples))
+        self._turns = turns
+
+    def is_there(self) -> bool:
+        """Whether all of it is still there, and no other thread has altered the tower."""
+        if self._memory is None or self._turns.alterations() < 0:
+            return False
+        try:
+            return list(map(_address, self._samples)) == self._addresses
+        except RuntimeError:  # no tensor with an address any more
+            return False
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        self._memory = None
+        self._samples = []
 
 
 class _Registrations:

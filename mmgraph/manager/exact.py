@@ -153,14 +153,14 @@ class ExactGraphs:
 
     @torch.no_grad()
     def known(self, mm_kwargs: Mapping[str, Any]) -> tuple[Any, GraphKey] | None:
-        """Like :meth:`serve`, but only from a graph that is there and can serve the call."""
+        """Like :meth:`serve`, but only from a graph that is there and has no breaks."""
         try:
             call = self._model.exact_call(mm_kwargs)
         except Refusal:
             return None
         key = GraphKey(call.num_tokens, exact=call.key)
         entry = self.entries.get(key)
-        if entry is None:
+        if entry is None or entry.graph.num_breaks:
             return None
         self.entries.move_to_end(key)
         try:

@@ -67,18 +67,20 @@ class Plans:
     def known(self, batch: EncoderBatch) -> Plan | None:
         """The plan of a batch that came before, if it is all replays and nothing is to be captured.
 
-        Otherwise nothing is counted, and :meth:`plan` is to be asked.
+        Nothing is counted: :meth:`used` does that, and where there is none :meth:`plan`.
         """
         known = self._known.get(batch)
         if known is None or known.waiting or known.plan.eager or not known.plan.replays:
             return None
-        if known.uses + 1 == self._config.exact_after:
-            return None
+        return None if known.uses + 1 == self._config.exact_after else known.plan
+
+    def used(self, batch: EncoderBatch) -> None:
+        """Count that a known plan has served."""
+        known = self._known[batch]
         known.uses += 1
         self._demand.call()
         for replay in known.plan.replays:
             self._demand.add(replay.key)
-        return known.plan
 
     def plan(self, batch: EncoderBatch) -> Plan:
         """A plan whose replays are all captured; captures what it needs where that is allowed."""

@@ -112,44 +112,55 @@ class Server:
     def serve(self, mm_kwargs: Mapping[str, Any]) -> _Served:
         """The output for a call, with its items and where they lie in it, as far as it was read."""
         self._stats.called()
-        served = self._serve_known(mm_kwargs)
-        return self._serve_any(mm_kwargs) if served is None else served
+        read: EncoderBatch | Refusal | None = None
+        long = self._closed or self._debug or self._backend.busy()
+        if not long and self._changes.may_come_late():
+            read = self._read(mm_kwargs)
+            served = self._serve_known(mm_kwargs, read)
+            if served is not None:
+                return served
+        return self._serve_any(mm_kwargs, read)
 
-    def _serve_known(self, mm_kwargs: Mapping[str, Any]) -> _Served | None:
+    def _read(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch | Refusal:
+        """The items of a call, or why no budget can serve it."""
+        try:
+            batch = self._model.item_specs(mm_kwargs)
+        except Refusal as refusal:
+            return refusal.with_traceback(None)  # its frames hold the call
+        return batch if batch.items else Refusal(Reason.NO_ITEMS, batch)
+
+    def _serve_known(
+        self, mm_kwargs: Mapping[str, Any], read: EncoderBatch | Refusal
+    ) -> _Served | None:
         """Serve a call whose graphs are there; whether they are still right shows while they run.
 
         ``None``: it has to go the long way.
         """
-        if self._closed or self._debug or self._backend.busy():
-            return None
-        if not self._changes.may_come_late():
-            return None
-        try:
-            batch = self._model.item_specs(mm_kwargs)
-        except Refusal as refusal:
-            return self._serve_known_exactly(mm_kwargs, refusal)
-        if torch.is_grad_enabled() and self._wants_gradients(mm_kwargs):
+        if isinstance(read, Refusal):
+            return self._serve_known_exactly(mm_kwargs, read)
+        if self._wants_gradients(mm_kwargs):
             return None
         if self._config.mode == "piecewise":
-            return self._serve_known_exactly(mm_kwargs, Refusal(Reason.PIECEWISE, batch))
+            return self._serve_known_exactly(mm_kwargs, Refusal(Reason.PIECEWISE, read))
         with self._lock:
-            plan = None if self._audit.failed() else self._plans.known(batch)
+            plan = self._plans.known(read) if self._may_replay_first() else None
             if plan is None:
                 return None
             layout = self._store.entries[plan.replays[0].key].layout
-            collector = Collector(layout, batch)
+            collector = Collector(layout, read)
             try:
-                self._replay_all(mm_kwargs, batch, plan, collector)
+                self._replay_all(mm_kwargs, read, plan, collector)
             except Exception:
-                if self._changes.differs():  # a break has run what came since
+                if self._changes.differs():
                     return None
                 raise
             if self._changes.differs():
                 return None
-            self._seen(batch)
-            self._count(batch, plan)
+            self._plans.used(read)
+            self._seen(read)
+            self._count(read, plan)
             output = layout.build(collector.results)
-            return self._audited(mm_kwargs, output, layout), batch, layout
+            return self._audited(mm_kwargs, output, layout), read, layout
 
     def _serve_known_exactly(
         self, mm_kwargs: Mapping[str, Any], refusal: Refusal
@@ -158,12 +169,7 @@ class Server:
         if self._exact is None or refusal.reason not in _BEYOND_BUDGETS:
             return None
         with self._lock:
-            try:
-                known = None if self._audit.failed() else self._exact.known(mm_kwargs)
-            except Exception:
-                if self._changes.differs():  # a break has run what came since
-                    return None
-                raise
+            known = self._exact.known(mm_kwargs) if self._may_replay_first() else None
             if known is None or self._changes.differs():
                 return None
             output, key = known
@@ -172,35 +178,40 @@ class Server:
             self._count_exact(key, refusal.num_items)
         return self._audited(mm_kwargs, output), refusal.batch, None
 
-    def _serve_any(self, mm_kwargs: Mapping[str, Any]) -> _Served:
+    def _may_replay_first(self) -> bool:
+        """Asked under the lock: another thread may have freed what was there a moment ago."""
+        return self._changes.may_come_late() and not self._audit.failed()
+
+    def _serve_any(
+        self, mm_kwargs: Mapping[str, Any], read: EncoderBatch | Refusal | None = None
+    ) -> _Served:
+        """Serve a call in whatever way there is, with `read` as what it holds, if that is known."""
         distrust = self._closed or self._distrust()
-        try:
-            batch = self._model.item_specs(mm_kwargs)
-            if not batch.items:
-                raise Refusal(Reason.NO_ITEMS, batch)
-            self._seen(batch)
-            if torch.is_grad_enabled() and self._wants_gradients(mm_kwargs):
-                raise Refusal(Reason.GRAD, batch)
-            if self._backend.busy():
-                raise Refusal(Reason.COMPILING, batch)
-            if distrust is not None or self._config.mode == "piecewise":
-                raise Refusal(distrust or Reason.PIECEWISE, batch)
-        except Refusal as refusal:
-            reason, num_items, why = refusal.reason, refusal.num_items, str(refusal)
+        read = self._read(mm_kwargs) if read is None else read
+        if not isinstance(read, Refusal):
+            self._seen(read)
+            if self._wants_gradients(mm_kwargs):
+                read = Refusal(Reason.GRAD, read)
+            elif self._backend.busy():
+                read = Refusal(Reason.COMPILING, read)
+            elif distrust is not None or self._config.mode == "piecewise":
+                read = Refusal(distrust or Reason.PIECEWISE, read)
+        if isinstance(read, Refusal):
+            reason, num_items, why = read.reason, read.num_items, str(read)
             if distrust is not None and reason in _BEYOND_BUDGETS:
                 reason = distrust
-            return self._beyond_budgets(mm_kwargs, reason, num_items, why), refusal.batch, None
+            return self._beyond_budgets(mm_kwargs, reason, num_items, why), read.batch, None
         with self._lock:
-            parts, plan = self._planned(batch)
+            parts, plan = self._planned(read)
             if plan.replays:
                 layout, tensors = self._run_plan(mm_kwargs, parts, plan)
-                return self._audited(mm_kwargs, layout.build(tensors), layout), batch, layout
+                return self._audited(mm_kwargs, layout.build(tensors), layout), read, layout
         if len(plan.eager) == 1:
             part = plan.eager[0]
-            return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), batch, None
+            return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), read, None
         for part in plan.eager:
             self._missed(part.reason, len(part.items))
-        return self._model.embed_multimodal(**mm_kwargs), batch, None
+        return self._model.embed_multimodal(**mm_kwargs), read, None
 
     def _planned(self, batch: EncoderBatch) -> tuple[EncoderBatch, Plan]:
         """A plan, and what it is for: where graphs serve an item in parts, its parts."""
@@ -263,6 +274,8 @@ class Server:
             raise Refusal(Reason.COMPILING)
 
     def _wants_gradients(self, mm_kwargs: Mapping[str, Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
         values = chain(mm_kwargs.values(), () if self._own is None else self._own())
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 

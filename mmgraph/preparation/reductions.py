@@ -8,9 +8,12 @@ for 784 patches, and 27.1 instead of 28.1 ms for 7,056, with rows of up to 4,096
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 __all__ = ["rows_at_once"]
 
@@ -26,14 +29,23 @@ def rows_at_once() -> AbstractContextManager[Any]:
     if choices is None:
         return nullcontext()
     from torch._inductor import config
-    from torch._inductor.virtualized import V
 
     own = getattr(config, "inductor_choices_class", None)
     if own is not None or not config.triton.persistent_reductions:  # somebody has chosen otherwise
         return nullcontext()
 
-    context: AbstractContextManager[Any] = V.set_choices_handler(choices)
-    return context
+    return _in_force(choices)
+
+
+@contextmanager
+def _in_force(choices: Any) -> Iterator[None]:
+    """`choices` are Inductor's; code that is made with them is kept apart in its caches."""
+    from torch._inductor.virtualized import V
+
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag}mmgraph-rows"
+    with config.patch(cache_key_tag=tag), V.set_choices_handler(choices):
+        yield
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +57,7 @@ def _choices() -> Any | None:
         from torch._inductor.virtualized import V
 
         theirs = InductorChoices.should_use_persistent_reduction
-        V.set_choices_handler  # noqa: B018
+        V.set_choices_handler, torch.compiler.config.cache_key_tag  # noqa: B018
     except (ImportError, AttributeError):
         return None
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, ViTConfig
 
 import mmgraph
 from mmgraph import GraphConfig
-from mmgraph.encoders import TowerWatch, eager_towers
+from mmgraph.encoders import TowerWatch, eager_towers, encoder_for, find_towers
 from mmgraph.graphs import CapturedGraph
 from mmgraph.manager.changes import Changes
-from mmgraph.preparation import Turns
+from mmgraph.preparation import Turns, find_blocks
 from mmgraph.recipes import load_recipe
 from tests.attachment.test_changes import answer, assert_right, linear, pixels, set_data
 
@@ -121,48 +121,175 @@ def test_memory_of_replaced_weights_is_let_go_when_that_is_noticed(tower: nn.Mod
 @torch.no_grad()
 def test_a_parameter_that_is_registered_lets_memory_go_at_once(tower: nn.Module) -> None:
     watch = TowerWatch(tower)
-    assert watch.holds_memory
+    held = watch.hold()
+    assert held is not None
+    assert held.is_there()
     linear(tower).weight = nn.Parameter(torch.randn_like(linear(tower).weight))
-    assert not watch.holds_memory
+    assert not held.is_there()
+    assert watch.hold() is None, "nobody has looked at it since"
     assert watch.version is not None
-    assert watch.holds_memory
+    again = watch.hold()
+    assert again is not None
+    assert again.is_there()
     watch.forget()
-    assert not watch.holds_memory
+    assert not again.is_there()
+    assert watch.hold() is None
 
 
 @torch.no_grad()
-def test_memory_taken_from_under_a_tensor_is_not_read(tower: nn.Module) -> None:
+@pytest.mark.parametrize("name", ["siglip:tiny", "qwen3_vl:tiny", "qwen2_5_vl:tiny"])
+def test_memory_taken_from_under_one_block_is_not_read(name: str) -> None:
     """As FSDP does between its calls."""
-    watch = TowerWatch(tower)
-    for parameter in tower.parameters():
-        parameter.untyped_storage().resize_(0)
-    assert not watch.holds_memory
-    watch.forget()
+    for i in range(2):
+        tower = load_recipe(name).build_encoder()
+        watch = TowerWatch(tower)
+        held = watch.hold()
+        assert held is not None
+        for parameter in find_blocks(tower)[i].parameters():
+            parameter.untyped_storage().resize_(0)
+        assert not held.is_there()
+        watch.forget()
 
 
 @torch.no_grad()
 def test_no_replay_comes_first_while_another_thread_alters_the_tower(tower: nn.Module) -> None:
     turns = Turns()
     watch = TowerWatch(tower, turns)
+    held = watch.hold()
+    assert held is not None
     with turns.alone():
-        assert watch.holds_memory
+        assert held.is_there()
         turns._alone = -1  # a thread that isn't this one
-        assert not watch.holds_memory
-    assert watch.holds_memory
+        assert not held.is_there()
+    assert held.is_there()
     watch.forget()
 
 
 @torch.no_grad()
-def test_copies_and_detached_towers_have_torch_s_own_methods(tower: nn.Module) -> None:
+def test_each_method_holds_what_its_own_graphs_read(order: list[str]) -> None:
+    """What one notices and lets go, graphs of the other still read."""
+    tower: Any = load_recipe("timm:tiny").build_encoder()
+    x = torch.randn(1, 3, *tower.patch_embed.img_size)
+    with mmgraph.attach(tower, GraphConfig(row_budgets=(1,), compile_blocks=False)) as handle:
+        for _ in range(3):
+            tower(x), tower.forward_features(x)
+        layer = tower.blocks[0].mlp.fc1
+        reference = [StorageWeakRef(layer.weight.untyped_storage())]
+        layer.weight.data = torch.randn_like(layer.weight) * layer.weight.std()
+        tower(x)
+        assert handle.stats().misses == {}
+        assert not any(gone(reference)), "the graph of forward_features reads it"
+        with eager_towers():
+            expected = tower.forward_features(x)
+        order.clear()
+        torch.testing.assert_close(tower.forward_features(x), expected, rtol=1e-3, atol=1e-3)
+        assert order[0] == "replay"
+        assert all(gone(reference))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("end", ["shutdown", "detach", "clear"])
+def test_memory_is_not_held_without_graphs(tower: nn.Module, end: str) -> None:
+    handle = mmgraph.attach(tower, CONFIG)
+    for _ in range(2):
+        answer(tower, pixels(tower))
+    getattr(handle, end)()
+    handle.clear()
+    before = [StorageWeakRef(linear(tower).weight.untyped_storage())]
+    set_data(tower)
+    assert all(gone(before))
+    handle.shutdown()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", [{"enforce_eager": True}, {"cudagraph_mm_encoder": False}])
+def test_memory_is_not_held_behind_a_closed_gate(tower: nn.Module, gate: dict[str, bool]) -> None:
+    with mmgraph.attach(tower, GraphConfig(**gate)):
+        before = [StorageWeakRef(linear(tower).weight.untyped_storage())]
+        set_data(tower)
+        assert all(gone(before))
+
+
+@torch.no_grad()
+def test_copies_and_detached_towers_have_their_class_s_methods(tower: nn.Module) -> None:
     with mmgraph.attach(tower, CONFIG):
-        assert_is_plain = [copy.deepcopy(tower), pickle.loads(pickle.dumps(tower))]
-        for twin in assert_is_plain:
-            assert twin._apply.__func__ is type(twin)._apply
-            assert twin._apply.__self__ is twin
+        for twin in (copy.deepcopy(tower), pickle.loads(pickle.dumps(tower))):
             twin.to(torch.float64)
             assert next(twin.parameters()).dtype == torch.float64
+            with mmgraph.attach(twin, CONFIG):
+                x = pixels(twin)
+                answer(twin, x), answer(twin, x)
+                before = storages(twin)
+                twin.to(torch.float32)
+                assert all(gone(before)), "an attached copy lets go like any other tower"
+            assert "_apply" not in twin.__dict__
         assert next(tower.parameters()).dtype == torch.float32
     assert "_apply" not in tower.__dict__
+
+
+@torch.no_grad()
+def test_the_class_of_a_copy_may_be_set_to_another(tower: nn.Module) -> None:
+    """As ``fully_shard`` does, whose class has an ``_apply`` of its own."""
+    applied: list[nn.Module] = []
+
+    class Sharded(type(tower)):  # type: ignore[misc]
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            applied.append(self)
+            return super()._apply(fn, recurse)
+
+    with mmgraph.attach(tower, CONFIG):
+        twin = copy.deepcopy(tower)
+    twin.__class__ = Sharded
+    twin.to(torch.float64)
+    assert applied == [twin]
+
+
+@torch.no_grad()
+def test_an_apply_of_the_user_s_own_is_called_and_comes_back(tower: nn.Module) -> None:
+    seen: list[Any] = []
+
+    def own(fn: Any, recurse: bool = True) -> nn.Module:
+        seen.append(fn)
+        return type(tower)._apply(tower, fn, recurse)
+
+    tower.__dict__["_apply"] = own
+    with mmgraph.attach(tower, CONFIG):
+        tower.to(torch.float64)
+        assert seen
+    assert tower.__dict__["_apply"] is own
+
+
+@torch.no_grad()
+def test_the_grids_of_a_call_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each reading waits for the device; also where there is no graph yet."""
+    tower: Any = load_recipe("qwen2_5_vl:tiny").build_encoder()
+    (found,) = find_towers(tower)
+    width = encoder_for(found).example_call()["hidden_states"].shape[-1]
+    config = GraphConfig(token_budgets=(64,), max_items=1, capture="upfront", mode="full")
+    with mmgraph.attach(tower, config):
+        reads: list[Any] = []
+        monkeypatch.setattr(
+            "mmgraph.encoders.packed.read_grids_on_host",
+            lambda grid: reads.append(grid) or grid.tolist(),
+        )
+        for grid, expected in (([1, 4, 6], 2), ([1, 4, 6], 1), ([1, 20, 20], 2), ([1, 20, 20], 1)):
+            reads.clear()
+            tower(torch.randn(grid[1] * grid[2], width), grid_thw=torch.tensor([grid]))
+            assert len(reads) == expected, grid  # a new size is looked up, then read
+
+
+@torch.no_grad()
+def test_weights_that_shrink_under_a_graph_are_no_error(tower: nn.Module) -> None:
+    with mmgraph.attach(tower, CONFIG) as handle:
+        for _ in range(3):
+            assert_right(tower, handle, replayed=True)
+        mlp = next(m for m in tower.modules() if hasattr(m, "fc1"))
+        keep = mlp.fc1.out_features // 2
+        mlp.fc1.weight.data = mlp.fc1.weight.data[:keep].clone()
+        mlp.fc1.bias.data = mlp.fc1.bias.data[:keep].clone()
+        mlp.fc2.weight.data = mlp.fc2.weight.data[:, :keep].clone()
+        for _ in range(3):
+            assert_right(tower, handle, replayed=True)
 
 
 class Reading(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,3 +76,23 @@ def test_a_long_row_is_read_once(width: int) -> None:
         torch.testing.assert_close(output, norm(x), rtol=2e-2, atol=2e-2)
         kernels.append([kind for kind in ("triton_per_", "triton_red_") if kind in code])
     assert kernels == [["triton_per_"], ["triton_red_"]]
+
+
+def test_the_caches_of_the_compiler_keep_such_code_apart() -> None:
+    """Or somebody else's compile of the same operations would get it, and the other way round."""
+    found = []
+
+    def counted() -> int:
+        return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).relu()
+
+    with fresh_cache():
+        for context in (nullcontext, rows_at_once, nullcontext, rows_at_once):
+            torch._dynamo.reset()
+            before = counted()
+            with context():
+                torch.compile(add)(torch.ones(3))
+            found.append(counted() - before)
+    assert found == [0, 0, 1, 1]
