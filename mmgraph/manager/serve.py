@@ -11,7 +11,6 @@ out before the lock is given up. Outputs belong to the caller.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from itertools import chain
@@ -23,10 +22,10 @@ from torch import nn
 from mmgraph.config import GraphConfig
 from mmgraph.env import debug_enabled
 from mmgraph.graphs import GraphBackend
-from mmgraph.log import WarnOnce, get_logger
 from mmgraph.manager.audit import Audit
 from mmgraph.manager.changes import Changes
 from mmgraph.manager.exact import ExactGraphs, copied
+from mmgraph.manager.misses import Misses
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, flatten_outputs
 from mmgraph.manager.plan import Plan, Replay
 from mmgraph.manager.plans import Plans
@@ -42,23 +41,6 @@ _BEYOND_BUDGETS = frozenset(
     {Reason.UNSUPPORTED_CALL, Reason.ABOVE_BUDGET, Reason.CAPTURE_FAILED, Reason.PIECEWISE}
 )
 """Reasons for eager mode that a graph of the exact call can do without."""
-_LOGGED = frozenset(
-    {
-        Reason.UNSUPPORTED_CALL,
-        Reason.NOT_CAPTURED,
-        Reason.GRAPH_LIMIT,
-        Reason.TRAINING,
-        Reason.HOOKS,
-        Reason.GRAD,
-        Reason.AUTOCAST,
-        Reason.DTYPE,
-        Reason.DEVICE,
-        Reason.COMPILING,
-    }
-)
-"""Reasons that lie with the call or the settings; of the others something else is logged."""
-
-
 _Served = tuple[Any, EncoderBatch | None, OutputLayout | None]
 
 
@@ -106,7 +88,7 @@ class Server:
         self._closed = config.closed
         self._own = model.parameters if isinstance(model, nn.Module) else None
         self._debug = debug_enabled()
-        self._log_once = WarnOnce(get_logger(__name__))
+        self._misses = Misses(stats, config, facts.name, has_exact=exact is not None)
         self._range = Ranges(facts.name)
 
     def serve(self, mm_kwargs: Mapping[str, Any]) -> _Served:
@@ -210,7 +192,7 @@ class Server:
             part = plan.eager[0]
             return self._beyond_budgets(mm_kwargs, part.reason, len(part.items)), read, None
         for part in plan.eager:
-            self._missed(part.reason, len(part.items))
+            self._misses.add(part.reason, len(part.items))
         return self._model.embed_multimodal(**mm_kwargs), read, None
 
     def _planned(self, batch: EncoderBatch) -> tuple[EncoderBatch, Plan]:
@@ -238,7 +220,7 @@ class Server:
                     reason, why = refusal.reason, str(refusal)
             else:
                 return self._audited(mm_kwargs, output)
-        self._missed(reason, num_items, why)
+        self._misses.add(reason, num_items, why)
         with self._range("eager", reason.name):
             return self._model.embed_multimodal(**mm_kwargs)
 
@@ -247,21 +229,6 @@ class Server:
         self._stats.replayed(key, num_items, key.token_budget)
         if self._exact is not None and self._store.is_over:
             self._exact.refuse(key)
-
-    def _missed(self, reason: Reason, num_items: int, why: str = "") -> None:
-        self._stats.missed(reason, num_items)
-        if reason in _LOGGED:
-            # The first call of its sizes has no graph yet where it may get one.
-            first = (reason is Reason.UNSUPPORTED_CALL and self._exact is not None) or (
-                reason is Reason.NOT_CAPTURED and self._config.capture == "lazy"
-            )
-            self._log_once(
-                reason,
-                "%s: a call was served in eager mode: %s",
-                self._facts.name,
-                why or reason.value,
-                level=logging.INFO if first else logging.WARNING,
-            )
 
     def refuse_mode(self, mm_kwargs: Mapping[str, Any]) -> None:
         """Raise ``Refusal`` where not even a graph of its own could serve the call now."""
