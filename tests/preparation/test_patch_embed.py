@@ -23,7 +23,7 @@ LEFT_ALONE = {
 
 
 def operations(layer: nn.Module, x: torch.Tensor) -> set[str]:
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         layer(x)
     return {event.key for event in profile.key_averages()}
 
