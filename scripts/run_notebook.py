@@ -12,9 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
-
 __all__ = ["main"]
 
 _ROOT = Path(__file__).parents[1]
@@ -23,6 +20,9 @@ _SECONDS = 600
 
 def main(arguments: Sequence[str]) -> int:
     """Run the notebook of the first path and write it to the second."""
+    import nbformat  # here, as a GPU machine that runs the tests may be without them
+    from nbclient import NotebookClient
+
     source, target = map(Path, arguments)
     # The kernel is another process, which has to find mmgraph without an installation too.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
