@@ -143,7 +143,7 @@ class SupportsChanges(Protocol):
     """An encoder that notices when its graphs are out of date."""
 
     def version(self) -> Hashable:
-        """Something else whenever graphs that were captured before must not be replayed."""
+        """Something else whenever graphs that were captured before must not serve."""
 
 
 class HeldMemory(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import time
@@ -28,6 +27,7 @@ from torch import nn
 from mmgraph import GraphConfig, attach
 from mmgraph.bench.environment import Environment
 from mmgraph.recipes import load_recipe
+from scripts.files import write
 
 BUDGETS = tuple(256 * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32))
 TINY_BUDGETS = tuple(4 * n for n in range(4, 20))
@@ -173,12 +173,7 @@ def main() -> None:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": f"python -m scripts.bench_collector -n {options.repeats}{out}",
     }
-    text = render(report)
-    print(text)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "collector.json").write_text(json.dumps(report, indent=2) + "\n")
-        (options.out / "collector.md").write_text(text)
+    write(options.out, "collector", report, render(report))
 
 
 if __name__ == "__main__":

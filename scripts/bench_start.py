@@ -34,6 +34,7 @@ from mmgraph.bench.timing import percentile, synchronizer
 from mmgraph.encoders import encoder_for, find_towers
 from mmgraph.graphs import CapturedGraph
 from mmgraph.recipes import load_recipe
+from scripts.files import write
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _GRIDS = 60
@@ -190,14 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     report = run(options.model, options.repeats, options.budgets)
     report["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    out = f" --out {options.out}" if options.out else ""
-    report["command"] = f"python -m scripts.bench_start --model {options.model}{out}"
-    text = render(report)
-    print(text)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "start.json").write_text(json.dumps(report, indent=2) + "\n")
-        (options.out / "start.md").write_text(text)
+    given = sys.argv[1:] if arguments is None else arguments
+    report["command"] = " ".join(("python -m scripts.bench_start", *given))
+    write(options.out, "start", report, render(report))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class TowerEncoder(ABC):
         return self._example_signature
 
     def version(self) -> Hashable:
-        """Something else whenever graphs that were captured before must not be replayed."""
+        """Something else whenever graphs that were captured before must not serve."""
         return self.watch.version
 
     def hold_memory(self) -> HeldMemory | None:

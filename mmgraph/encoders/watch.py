@@ -67,7 +67,7 @@ class TowerWatch:
 
     @property
     def version(self) -> tuple[Any, ...]:
-        """Something else whenever graphs that were captured before must not be replayed.
+        """Something else whenever graphs that were captured before must not serve.
 
         Waits while another thread has altered the tower for a capture.
         """

@@ -133,7 +133,7 @@ class Server:
             try:
                 self._replay_all(mm_kwargs, read, plan, collector)
             except Exception:
-                if self._changes.differs():
+                if self._changes.differs():  # it ran what is no more: the long way decides
                     return None
                 raise
             if self._changes.differs():

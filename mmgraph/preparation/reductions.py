@@ -57,8 +57,9 @@ def _choices() -> Any | None:
         from torch._inductor.virtualized import V
 
         theirs = InductorChoices.should_use_persistent_reduction
-        V.set_choices_handler, torch.compiler.config.cache_key_tag  # noqa: B018
     except (ImportError, AttributeError):
+        return None
+    if not (hasattr(V, "set_choices_handler") and hasattr(torch.compiler.config, "cache_key_tag")):
         return None
 
     class Choices(InductorChoices):

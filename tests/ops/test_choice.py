@@ -34,7 +34,8 @@ def attended(qkv: Attention, lengths: list[int], scale: float | None = None) -> 
 
 
 def assert_right(output: torch.Tensor, qkv: Attention, lengths: list[int], scale: Any) -> None:
-    exact = by_segment(tuple(x.double() for x in qkv), lengths, scale)  # type: ignore[arg-type]
+    q, k, v = (x.double() for x in qkv)
+    exact = by_segment((q, k, v), lengths, scale)
     tolerance = 1e-5 if output.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(output.double(), exact, rtol=tolerance, atol=tolerance)
 
@@ -214,7 +215,8 @@ def test_no_kernel_lets_anything_behind_the_segments_into_them() -> None:
     """Those that are installed here; the whole tail is NaN."""
     lengths, tokens = [300, 41], 400
     qkv = tensors(tokens, head_dim=72, dtype=torch.bfloat16, device="cuda")
-    exact = by_segment(tuple(x[:341].double() for x in qkv), lengths, None)  # type: ignore[arg-type]
+    q, k, v = (x[:341].double() for x in qkv)
+    exact = by_segment((q, k, v), lengths, None)
     for x in qkv:
         x[341:] = torch.nan
     shape = AttentionShape(tokens, 2, 300, qkv[0].shape[1], 72, torch.bfloat16, False)
