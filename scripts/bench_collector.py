@@ -13,6 +13,7 @@ import argparse
 import gc
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,7 +163,6 @@ def main() -> None:
         for name, way in ways.items():
             runs[name].append(measure(way))
             print(name, {k: round(v, 2) for k, v in runs[name][-1].items()}, flush=True)
-    out = f" --out {options.out}" if options.out else ""
     report = {
         "model": options.model,
         "budgets": len(budgets),
@@ -171,9 +171,11 @@ def main() -> None:
         "ways": runs,
         "environment": asdict(Environment.read(device, options.commit)),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": f"python -m scripts.bench_collector -n {options.repeats}{out}",
+        "command": " ".join(("python -m scripts.bench_collector", *sys.argv[1:])),
     }
-    write(options.out, "collector", report, render(report))
+    page = render(report)
+    print(page)
+    write(options.out, "collector", report, page)
 
 
 if __name__ == "__main__":

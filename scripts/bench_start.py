@@ -193,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     given = sys.argv[1:] if arguments is None else arguments
     report["command"] = " ".join(("python -m scripts.bench_start", *given))
-    write(options.out, "start", report, render(report))
+    page = render(report)
+    print(page)
+    write(options.out, "start", report, page)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ way was timed on. Writes traces-MODEL.json and traces-MODEL.md after each trace.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -34,6 +33,7 @@ from mmgraph import GraphConfig, Handle, attach
 from mmgraph.bench.environment import Environment
 from mmgraph.bench.power_of_two import power_of_two_budgets
 from mmgraph.recipes import load_recipe
+from scripts.files import write
 from scripts.traces import MODELS, TRACES, Grid, make_trace
 from scripts.usual_planner import UsualPlanner
 
@@ -355,11 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write(report: Mapping[str, Any], out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / ("traces-" + report["model"].replace(":", "-"))
-    text = json.dumps(report, indent=1) + "\n"
-    path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
-    path.with_name(path.name + ".md").write_text(render(report), encoding="utf-8")
+    write(out, "traces-" + report["model"].replace(":", "-"), report, render(report))
 
 
 if __name__ == "__main__":

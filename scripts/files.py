@@ -11,8 +11,7 @@ __all__ = ["write"]
 
 
 def write(folder: Path | None, name: str, report: Mapping[str, Any], page: str) -> None:
-    """Print `page`, and write it and `report` as NAME.md and NAME.json into `folder`, if given."""
-    print(page)
+    """Write `page` and `report` as NAME.md and NAME.json into `folder`, if there is one."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         data = json.dumps(report, indent=2) + "\n"
