@@ -287,14 +287,20 @@ class TowerEncoder(ABC):
 
     def _random(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Random numbers like the tower's inputs; the user's generators stay where they are."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
+        generator = self._generator(seed)
+        numbers = torch.randn(*shape, generator=generator, device=generator.device)
+        return numbers.to(self.device, self.dtype)
 
     def _fractions(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Random numbers in [0, 1), which are 0 for a tower that takes them for integers."""
-        generator = torch.Generator().manual_seed(seed)
-        numbers = torch.rand(*shape, generator=generator) * 0.99  # below 1 in half precision too
+        generator = self._generator(seed)
+        numbers = torch.rand(*shape, generator=generator, device=generator.device)
+        numbers = numbers * 0.99  # below 1 in half precision too
         return numbers.to(self.device, self.dtype)
+
+    def _generator(self, seed: int) -> torch.Generator:
+        device = "cpu" if self.device.type == "meta" else self.device
+        return torch.Generator(device).manual_seed(seed)
 
     def _flags(self) -> tuple[Hashable, ...]:
         flags = () if self._config is None else config_flags(self._config)

@@ -20,6 +20,7 @@ from mmgraph.graphs import (
 from mmgraph.graphs.backend import Runnable
 from mmgraph.manager.caches import private_caches
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, record_layout
+from mmgraph.manager.probes import Probes
 from mmgraph.manager.verify import largest_error, max_error, shortest
 from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
 from mmgraph.types import EncoderFacts, GraphKey
@@ -63,6 +64,7 @@ class Capturer:
         model: The encoder.
         facts: What it is.
         backend: Records.
+        probes: What fresh graphs have to answer.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class Capturer:
         model: SupportsEncoderCudaGraph,
         facts: EncoderFacts,
         backend: GraphBackend,
+        probes: Probes,
     ) -> None:
         self._model = model
         self._facts = facts
         self._backend = backend
+        self._probes = probes
 
     def capture(self, key: GraphKey, arena: Arena) -> Entry:
         """Capture `key`; the first time also without what is on trial, and keep the faster one."""
@@ -134,14 +138,10 @@ class Capturer:
     @torch.no_grad()
     def _check(self, entry: Entry, key: GraphKey) -> None:
         """Raise unless a fresh graph answers the encoder's probes as eager mode does."""
-        probes = self._facts.probes
-        if probes is None:
-            return
         try:
-            for call in probes(key):
-                eager = eager_tensors(
-                    self._model.embed_multimodal(**call), self._facts, entry.layout
-                )
+            for probe in self._probes.of(key):
+                call = probe.call
+                eager = eager_tensors(probe.answer(), self._facts, entry.layout)
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 collector = Collector(entry.layout, batch)
