@@ -86,20 +86,31 @@ class Capturer:
             return self._checked(key, arena)
         with model.without_options():
             plain = self._checked(key, arena)
+        plain_seconds = self._timed_and_closed(plain)
         try:
             entry = self._checked(key, arena)
         except CaptureError as error:
             model.decide(str(error), failed=True)
-            return plain
-        seconds, plain_seconds = (shortest(self._backend, e.graph.replay) for e in (entry, plain))
-        faster = seconds < plain_seconds
-        kept, dropped = (entry, plain) if faster else (plain, entry)
-        kept.compile_seconds = max(0.0, entry.seconds - plain.seconds) if faster else 0.0
-        kept.graph.num_bytes += dropped.graph.num_bytes  # the pool keeps what either took
-        dropped.graph.close()
-        ms, plain_ms = 1e3 * seconds, 1e3 * plain_seconds
-        model.decide(None if faster else f"{ms:.2f} ms, as they are {plain_ms:.2f} ms")
-        return kept
+            return self._checked(key, arena)
+        seconds = shortest(self._backend, entry.graph.replay)
+        if seconds < plain_seconds:
+            model.decide(None)
+            entry.compile_seconds = max(0.0, entry.seconds - plain.seconds)
+            return entry
+        entry.graph.close()
+        model.decide(f"{1e3 * seconds:.2f} ms, as they are {1e3 * plain_seconds:.2f} ms")
+        return self._checked(key, arena)
+
+    def _timed_and_closed(self, entry: Entry) -> float:
+        """Seconds of a replay of a graph that goes at once.
+
+        What is captured without the optional steps takes twice the memory, which a pool would keep
+        for good; with its last graph it goes, and the next capture starts another.
+        """
+        try:
+            return shortest(self._backend, entry.graph.replay)
+        finally:
+            entry.graph.close()
 
     def _checked(self, key: GraphKey, arena: Arena) -> Entry:
         start = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import nn
 import mmgraph.manager.store
 from mmgraph import GraphConfig
 from mmgraph.encoders import encoder_for, find_towers
+from mmgraph.graphs import CapturedGraph
+from mmgraph.graphs.backend import Runnable
 from mmgraph.graphs.trace import TraceBackend
 from mmgraph.manager import EncoderCudaGraphManager
 from mmgraph.preparation import Preparation
@@ -20,7 +22,28 @@ from mmgraph.recipes import load_recipe
 
 
 class Timed(TraceBackend):
+    """Counts the graphs that are there when another is captured."""
+
     is_timed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[CapturedGraph] = []
+        self.closed: list[CapturedGraph] = []
+        self.others: list[int] = []
+
+    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+        self.others.append(len(self.graphs) - len(self.closed))
+        graph = super().capture(run, buffers)
+        close = graph.close
+
+        def noted() -> None:
+            self.closed.append(graph)
+            close()
+
+        graph.close = noted  # type: ignore[method-assign]
+        self.graphs.append(graph)
+        return graph
 
 
 class Trial:
@@ -38,12 +61,13 @@ class Trial:
         monkeypatch.setattr("mmgraph.preparation.preparation.compiled_blocks", self._compiled)
         monkeypatch.setattr("mmgraph.manager.capture.shortest", self._shortest)
         monkeypatch.setattr(mmgraph.manager.store.GraphStore, "_measure", lambda *_: None)
+        self.backend = Timed()
         self.manager = EncoderCudaGraphManager(
             GraphConfig(row_budgets=(1, 2)),
             torch.device("cpu"),
             torch.float32,
             self.encoder,
-            backend=Timed(),
+            backend=self.backend,
         )
 
     def call(self, rows: int) -> Any:
@@ -65,8 +89,8 @@ class Trial:
             del norm.__dict__["forward"]
 
     def _shortest(self, backend: Any, replay: Any) -> float:
-        """The capturer times the graph with the steps first."""
-        self.captured.append(not self.captured or not self.captured[-1])
+        """The capturer times the graph without the steps first."""
+        self.captured.append(bool(self.captured) and not self.captured[-1])
         return self.seconds[self.captured[-1]]
 
 
@@ -95,6 +119,17 @@ def test_steps_that_are_slower_are_dropped(trial: Trial) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
     assert trial.preparation.no_compile == "3.00 ms, as they are 2.00 ms"
     assert len(trial.captured) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_trial_never_holds_two_graphs(trial: Trial, faster: bool) -> None:
+    """A pool is as large as the largest that was ever in it, and keeps that."""
+    trial.seconds = {faster: 1.0, not faster: 2.0}
+    trial.call(2)
+    assert trial.backend.others == ([0, 0] if faster else [0, 0, 0])
+    assert len(trial.backend.graphs) - len(trial.backend.closed) == 1
+    assert trial.manager.stats().hits == 2
 
 
 @torch.no_grad()
