@@ -17,8 +17,6 @@ from mmgraph.types import ExactCall, Reason, Refusal
 
 __all__ = ["exact_call"]
 
-_MAX_VALUES = 1 << 16
-
 
 def exact_call(
     mm_kwargs: Mapping[str, Any],
@@ -43,7 +41,7 @@ def exact_call(
             if not signature.is_default(name, value):
                 parts.append((name, freeze(value)))
             others[name] = value
-        elif value.dtype.is_floating_point or value.numel() > _MAX_VALUES:
+        elif value.dtype.is_floating_point or value.numel() > _most_values(value.device):
             if value.device != device:
                 raise Refusal(Reason.DEVICE)
             if value.requires_grad and torch.is_grad_enabled():
@@ -58,3 +56,12 @@ def exact_call(
     if not contents:
         raise Refusal(Reason.UNSUPPORTED_CALL, detail="no contents that a graph could read")
     return ExactCall(tuple(parts), contents, others, num_tokens)
+
+
+def _most_values(device: torch.device) -> int:
+    """Values up to which a tensor says what a call is; larger ones are contents.
+
+    The mask of 64 clips of 30 s has 192,000. On the host to read it is all that it takes, and
+    contents that are there are nothing that a graph could read.
+    """
+    return 1 << 20 if device.type == "cpu" else 1 << 18

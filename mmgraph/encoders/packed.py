@@ -61,15 +61,6 @@ class PackedEncoder(TowerEncoder):
             mm_kwargs[_GRID] = grid.to(main.device, non_blocking=True)
         return self.forward(**mm_kwargs)
 
-    def exact_forward(self, **mm_kwargs: Any) -> Any:
-        """Call the tower with one attention call for all segments, whatever it is set to."""
-        with (
-            self.preparation.turns.alone(),
-            attention_implementation(self.tower.module, VARLEN_ATTENTION),
-            attending(choices=self.preparation.attention),
-        ):
-            return super().exact_forward(**mm_kwargs)
-
     def encoder_facts(self) -> EncoderFacts:
         merge = self.metadata.merge_size
         return EncoderFacts(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
 
+from mmgraph.encoders.attention import attends_by_segments, attention_implementation
 from mmgraph.encoders.caches import OwnCaches, private_caches
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
@@ -18,6 +20,7 @@ from mmgraph.encoders.exact import exact_call
 from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
 from mmgraph.encoders.tracing import is_traced
 from mmgraph.encoders.watch import TowerWatch
+from mmgraph.ops import VARLEN_ATTENTION, attending
 from mmgraph.preparation import Preparation
 from mmgraph.protocol import HeldMemory
 from mmgraph.types import (
@@ -172,9 +175,21 @@ class TowerEncoder(ABC):
         return exact_call(mm_kwargs, self.signature, self.device, flags, num_tokens)
 
     def exact_forward(self, **mm_kwargs: Any) -> Any:
-        """Call the tower as ``embed_multimodal`` does, in the way that suits a graph."""
-        # Folding needs to see every operation; compiled code would hide them.
-        return self.preparation.run(lambda: self.embed_multimodal(**mm_kwargs), compiled=False)
+        """Call the tower as ``embed_multimodal`` does, in the way that suits a graph.
+
+        One call attends to all segments, where there are some, whatever the tower is set to.
+        """
+        with ExitStack() as stack:
+            if self._attends_by_segments:
+                module, choices = self.tower.module, self.preparation.attention
+                stack.enter_context(self.preparation.turns.alone())
+                stack.enter_context(attention_implementation(module, VARLEN_ATTENTION))
+                stack.enter_context(attending(choices=choices))
+            return self.preparation.run(lambda: self.embed_multimodal(**mm_kwargs))
+
+    @cached_property
+    def _attends_by_segments(self) -> bool:
+        return attends_by_segments(self.tower.module)
 
     def rehearse(self, mm_kwargs: Mapping[str, Any]) -> None:
         """Take `mm_kwargs` as what calls look like, so that ``capture()`` records that kind."""

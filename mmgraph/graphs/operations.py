@@ -58,6 +58,14 @@ class Step:
         self.out = out if constant else None  # every activation at once may not fit
         self.constant = constant
         self.touches: frozenset[int] = frozenset()
+        self.writes: frozenset[int] = frozenset()
+        """Memory that it writes to, other than that of new results."""
+        self.makes: frozenset[int] = frozenset()
+        """Memory of its new results."""
+        self.reads: list[torch.Tensor] = []
+        """What it reads of that which is the same in each replay."""
+        self.on_host = False
+        """Whether it reads on the host, or moves something between there and the device."""
         self.returned: list[int] = []
         """For each result, its place among the inputs, or -1: what is written is returned."""
         self.indices: list[torch.Tensor | int] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 
 import torch
 
@@ -21,8 +20,9 @@ from mmgraph.graphs.backend import Runnable
 from mmgraph.manager.caches import private_caches
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, record_layout
 from mmgraph.manager.probes import Probes
-from mmgraph.manager.verify import largest_error, max_error, shortest
-from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
+from mmgraph.manager.trial import tried
+from mmgraph.manager.verify import largest_error, max_error
+from mmgraph.protocol import SupportsEncoderCudaGraph
 from mmgraph.types import EncoderFacts, GraphKey
 
 __all__ = ["Capturer", "Entry"]
@@ -81,36 +81,7 @@ class Capturer:
 
     def capture(self, key: GraphKey, arena: Arena) -> Entry:
         """Capture `key`; the first time also without what is on trial, and keep the faster one."""
-        model = self._model
-        if not (self._backend.is_timed and isinstance(model, SupportsTrial) and model.on_trial):
-            return self._checked(key, arena)
-        with model.without_options():
-            plain = self._checked(key, arena)
-        plain_seconds = self._timed_and_closed(plain)
-        try:
-            entry = self._checked(key, arena)
-        except CaptureError as error:
-            model.decide(str(error), failed=True)
-            return self._checked(key, arena)
-        seconds = shortest(self._backend, entry.graph.replay)
-        if seconds < plain_seconds:
-            model.decide(None)
-            entry.compile_seconds = max(0.0, entry.seconds - plain.seconds)
-            return entry
-        entry.graph.close()
-        model.decide(f"{1e3 * seconds:.2f} ms, as they are {1e3 * plain_seconds:.2f} ms")
-        return self._checked(key, arena)
-
-    def _timed_and_closed(self, entry: Entry) -> float:
-        """Seconds of a replay of a graph that goes at once.
-
-        What is captured without the optional steps takes twice the memory, which a pool would keep
-        for good; with its last graph it goes, and the next capture starts another.
-        """
-        try:
-            return shortest(self._backend, entry.graph.replay)
-        finally:
-            entry.graph.close()
+        return tried(self._model, self._backend, lambda: self._checked(key, arena))
 
     def _checked(self, key: GraphKey, arena: Arena) -> Entry:
         start = time.perf_counter()
@@ -134,15 +105,12 @@ class Capturer:
 
     def _recorded(self, run: Runnable, views: Mapping[str, torch.Tensor]) -> CapturedGraph:
         """A graph of `run`; with tables that are made on the host folded, where there are some."""
-        model = self._model
         try:
             with torch.inference_mode():
                 return self._backend.capture(run, views)
         except HostAccess as error:
-            plain = model.without_options() if isinstance(model, SupportsTrial) else nullcontext()
             try:
-                with plain:
-                    return capture_folded(self._backend, run, views)
+                return capture_folded(self._backend, run, views)
             except ConfigError:  # the backend captures whole graphs only
                 raise error from None
 

@@ -19,6 +19,7 @@ from mmgraph.errors import CaptureError, ConfigError, ReplayError
 from mmgraph.graphs import (
     BreakableGraph,
     GraphBackend,
+    ReadsContents,
     Rebuild,
     capture_exact,
     clean_up,
@@ -27,8 +28,9 @@ from mmgraph.graphs import (
 from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
 from mmgraph.manager.caches import private_caches
+from mmgraph.manager.trial import tried
 from mmgraph.manager.verify import largest_error, max_error, shortest
-from mmgraph.protocol import SupportsExactGraphs
+from mmgraph.protocol import SupportsExactGraphs, SupportsTrial
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
 
 __all__ = ["ExactEntry", "ExactGraphs", "copied", "exact_graphs"]
@@ -72,6 +74,7 @@ class ExactEntry:
     ) -> None:
         self.graph = graph
         self.seconds = 0.0
+        self.compile_seconds = 0.0
         self._buffers = buffers
         self._rebuild = rebuild
         self._kept = kept  # what the graph reads and nobody else may hold
@@ -243,7 +246,9 @@ class ExactGraphs:
         try:
             # Plain tensors even inside inference mode: replays write them in every mode.
             with torch.inference_mode(False), torch.no_grad():
-                return self._captured(call)
+                entry = tried(self._model, self._backend, lambda: self._plain_if_need_be(call))
+                self._compare_with_eager(entry, call)
+                return entry
         except Exception as caught:
             error = caught
         if ran_out_of_memory(error):
@@ -252,6 +257,19 @@ class ExactGraphs:
         if isinstance(error, CaptureError):
             raise error
         raise CaptureError(f"its graph can't be captured: {error}") from error
+
+    def _plain_if_need_be(self, call: ExactCall) -> ExactEntry:
+        """Capture a call; without what other calls are captured with, where that is in its way."""
+        try:
+            return self._captured(call)
+        except ReadsContents:  # as it would be read without
+            raise
+        except CaptureError as error:
+            model = self._model
+            if ran_out_of_memory(error) or not isinstance(model, SupportsTrial) or model.on_trial:
+                raise
+            with model.without_options():
+                return self._captured(call)
 
     def _captured(self, call: ExactCall) -> ExactEntry:
         start = time.perf_counter()
@@ -277,7 +295,7 @@ class ExactGraphs:
         return entry
 
     def _check(self, entry: ExactEntry, call: ExactCall) -> None:
-        """Raise unless the graph equals eager mode on two contents, and is faster."""
+        """Raise unless the graph equals eager mode on two contents."""
         for contents in (call.contents, {n: _varied(t) for n, t in call.contents.items()}):
             try:  # on copies: the tower may write to what it gets
                 arguments = copied({**contents, **call.others})
@@ -291,7 +309,12 @@ class ExactGraphs:
             worst = largest_error(ours, eager)
             if not worst <= max_error(eager):
                 raise CaptureError(f"its graph differs from eager mode by {worst:.1e} on a probe")
-        if self._backend.is_timed:
+
+    def _compare_with_eager(self, entry: ExactEntry, call: ExactCall) -> None:
+        """Raise unless the graph is faster than eager mode; it is closed then."""
+        if not self._backend.is_timed:
+            return
+        try:
             arguments = copied({**call.contents, **call.others})
             ours_s = shortest(self._backend, lambda: entry.run(call.contents))
             eager_s = shortest(self._backend, lambda: self._model.embed_multimodal(**arguments))
@@ -299,6 +322,9 @@ class ExactGraphs:
                 raise _NotFaster(
                     f"its graph takes {1e3 * ours_s:.2f} ms, eager mode {1e3 * eager_s:.2f} ms"
                 )
+        except BaseException:
+            entry.graph.close()
+            raise
 
 
 class _NotFaster(CaptureError):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from mmgraph.graphs import in_region
 from mmgraph.preparation.reductions import rows_at_once
 
 __all__ = ["compiled_blocks", "find_blocks"]
@@ -80,7 +81,7 @@ class _Compiled:
                 self._by_function[function] = torch.compile(function, dynamic=True)
             compiled = partial(self._by_function[function], block)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def fast(*args: Any, **kwargs: Any) -> Any:
             # Under a dispatch mode (the guard before a capture) the compiler gives up on the code
             # for good, and what the mode is there to see would be hidden from it anyway.
             if _get_current_dispatch_mode() is not None:
@@ -88,4 +89,4 @@ class _Compiled:
             with rows_at_once():
                 return compiled(*args, **kwargs)
 
-        return run
+        return lambda *args, **kwargs: in_region(forward, fast, args, kwargs)

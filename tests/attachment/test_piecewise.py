@@ -179,6 +179,7 @@ def test_a_tower_with_declared_inputs_replays_from_the_second_call_on(
                 assert stats.hits - before.hits == i * len(items)
                 assert stats.items - before.items == (i + 1) * len(items)
         assert len(handle.stats().graphs) == 2
+        assert ("blocks compiled" in handle.report()) == (device == "cuda")
     assert tower.__dict__ == attributes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import mmgraph.manager.store
 from mmgraph import GraphConfig
+from mmgraph.bench.inputs import tower_inputs
 from mmgraph.encoders import encoder_for, find_towers
 from mmgraph.graphs import CapturedGraph
 from mmgraph.graphs.backend import Runnable
@@ -59,7 +61,7 @@ class Trial:
         self.preparation = Preparation(self.tower, "tower", compile_blocks=True)
         self.encoder = encoder_for(tower, "forward", self.preparation)
         monkeypatch.setattr("mmgraph.preparation.preparation.compiled_blocks", self._compiled)
-        monkeypatch.setattr("mmgraph.manager.capture.shortest", self._shortest)
+        monkeypatch.setattr("mmgraph.manager.trial.shortest", self._shortest)
         monkeypatch.setattr(mmgraph.manager.store.GraphStore, "_measure", lambda *_: None)
         self.backend = Timed()
         self.manager = EncoderCudaGraphManager(
@@ -152,3 +154,99 @@ def test_steps_that_fail_are_dropped_with_a_warning(
     assert "no compiler here" in str(trial.preparation.no_compile)
     assert [r.levelname for r in caplog.records if "as they are" in r.message] == ["WARNING"]
     assert trial.manager.stats().hits == 2
+
+
+class ExactTrial:
+    """A tower that only exact graphs can serve, its blocks "compiled" to what a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.factor = 1 + 1e-4
+        self.seconds: dict[bool, float] = {True: 1.0, False: 2.0}
+        self.error: Exception | None = None
+        self.timed: list[bool] = []
+        self.recipe = load_recipe("qwen3_asr:tiny")
+        self.tower: Any = self.recipe.build_encoder()
+        (tower,) = find_towers(self.tower)
+        self.preparation = Preparation(self.tower, "tower", compile_blocks=True)
+        monkeypatch.setattr(torch, "compile", self._compiled)
+        monkeypatch.setattr("mmgraph.preparation.blocks._get_current_dispatch_mode", lambda: None)
+        monkeypatch.setattr("mmgraph.manager.trial.shortest", self._shortest)
+        times = cycle([1.0, 2.0])  # a replay, eager mode
+        monkeypatch.setattr("mmgraph.manager.exact.shortest", lambda *_: next(times))
+        self.manager = EncoderCudaGraphManager(
+            GraphConfig(mode="piecewise"),
+            torch.device("cpu"),
+            torch.float32,
+            encoder_for(tower, "forward", self.preparation),
+            backend=Timed(),
+        )
+
+    def call(self, clips: int) -> tuple[torch.Tensor, torch.Tensor]:
+        call = tower_inputs(self.recipe, self.tower.config, [(400,)] * clips)
+        for _ in range(2):
+            ours = self.manager.run(call)
+        return ours.last_hidden_state, self.tower(**call).last_hidden_state
+
+    def _compiled(self, forward: Any, **_: Any) -> Any:
+        def fast(*args: Any, **kwargs: Any) -> Any:
+            if self.error is not None:
+                raise self.error
+            return tuple(x * self.factor for x in forward(*args, **kwargs))
+
+        return fast
+
+    def _shortest(self, backend: Any, replay: Any) -> float:
+        self.timed.append(bool(self.timed) and not self.timed[-1])
+        return self.seconds[self.timed[-1]]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> ExactTrial:
+    return ExactTrial(monkeypatch)
+
+
+@torch.no_grad()
+def test_exact_graphs_hold_compiled_blocks_where_these_are_faster(exact: ExactTrial) -> None:
+    for clips in (1, 2):
+        ours, plain = exact.call(clips)
+        assert not torch.equal(ours, plain)
+        torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
+    assert exact.timed == [False, True]  # one trial
+    assert exact.preparation.no_compile is None
+    assert exact.manager.stats().hits == 3
+
+
+@torch.no_grad()
+def test_exact_graphs_are_captured_plain_where_compiled_blocks_are_slower(
+    exact: ExactTrial,
+) -> None:
+    exact.seconds = {True: 3e-3, False: 2e-3}
+    for clips in (1, 2):
+        torch.testing.assert_close(*exact.call(clips), rtol=1e-6, atol=1e-6)
+    assert exact.preparation.no_compile == "3.00 ms, as they are 2.00 ms"
+    assert exact.manager.stats().hits == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tried_before", [False, True])
+def test_an_exact_call_that_compiled_blocks_fail_on_is_captured_plain(
+    exact: ExactTrial, tried_before: bool
+) -> None:
+    if tried_before:
+        exact.call(1)
+    exact.factor = 1.5
+    torch.testing.assert_close(*exact.call(2), rtol=1e-6, atol=1e-6)
+    given_up = exact.preparation.no_compile is not None
+    assert given_up == (not tried_before)  # else it is this call's matter
+    assert exact.manager.stats().hits == (3 if tried_before else 2)
+
+
+@torch.no_grad()
+def test_a_compiler_that_fails_on_an_exact_call_is_given_up(
+    exact: ExactTrial, caplog: pytest.LogCaptureFixture
+) -> None:
+    exact.error = RuntimeError("no compiler here")
+    torch.testing.assert_close(*exact.call(1), rtol=1e-6, atol=1e-6)
+    assert "no compiler here" in str(exact.preparation.no_compile)
+    assert [r.levelname for r in caplog.records if "as they are" in r.message] == ["WARNING"]
+    assert exact.manager.stats().hits == 1
