@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -19,8 +20,9 @@ from mmgraph.graphs import (
 )
 from mmgraph.graphs.backend import Runnable
 from mmgraph.manager.caches import private_caches
+from mmgraph.manager.judge import Judge
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, record_layout
-from mmgraph.manager.verify import largest_error, max_error, shortest
+from mmgraph.manager.verify import shortest
 from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
 from mmgraph.types import EncoderFacts, GraphKey
 
@@ -74,6 +76,7 @@ class Capturer:
         self._model = model
         self._facts = facts
         self._backend = backend
+        self._judge = Judge(model, facts.name)
 
     def capture(self, key: GraphKey, arena: Arena) -> Entry:
         """Capture `key`; the first time also without what is on trial, and keep the faster one."""
@@ -137,22 +140,20 @@ class Capturer:
         probes = self._facts.probes
         if probes is None:
             return
+
+        def flat(output: Any) -> list[torch.Tensor]:
+            return eager_tensors(output, self._facts, entry.layout)
+
         try:
             for call in probes(key):
-                eager = eager_tensors(
-                    self._model.embed_multimodal(**call), self._facts, entry.layout
-                )
+                eager = flat(self._model.embed_multimodal(**call))
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 collector = Collector(entry.layout, batch)
                 with self._backend.ordered():
                     entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
                     collector.add(items, entry.graph.replay())
-                worst = largest_error(collector.results, eager)
-                if not worst <= max_error(eager):
-                    raise CaptureError(
-                        f"its graph differs from eager mode by {worst:.1e} on a probe"
-                    )
+                self._judge.check(call, collector.results, eager, flat)
         except BaseException as error:
             entry.graph.close()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):

@@ -27,7 +27,8 @@ from mmgraph.graphs import (
 from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
 from mmgraph.manager.caches import private_caches
-from mmgraph.manager.verify import largest_error, max_error, shortest
+from mmgraph.manager.judge import Judge
+from mmgraph.manager.verify import shortest
 from mmgraph.protocol import SupportsExactGraphs
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
 
@@ -114,6 +115,7 @@ class ExactGraphs:
         self._model = model
         self._name = name
         self._backend = backend
+        self._judge = Judge(model, name)
         self.at_once = False
         """Whether a call gets its graph the first time that it comes."""
         self._seen: OrderedDict[GraphKey, Reason | None] = OrderedDict()
@@ -279,8 +281,9 @@ class ExactGraphs:
     def _check(self, entry: ExactEntry, call: ExactCall) -> None:
         """Raise unless the graph equals eager mode on two contents, and is faster."""
         for contents in (call.contents, {n: _varied(t) for n, t in call.contents.items()}):
+            probe = {**contents, **call.others}
             try:  # on copies: the tower may write to what it gets
-                arguments = copied({**contents, **call.others})
+                arguments = copied(probe)
                 eager = flatten(self._model.embed_multimodal(**arguments))[0]
                 with self._backend.ordered():
                     ours = flatten(entry.run(contents))[0]
@@ -288,9 +291,7 @@ class ExactGraphs:
                 raise CaptureError(f"a probe failed: {error}") from error
             if len(ours) != len(eager):
                 raise CaptureError("its graph returns another structure than eager mode")
-            worst = largest_error(ours, eager)
-            if not worst <= max_error(eager):
-                raise CaptureError(f"its graph differs from eager mode by {worst:.1e} on a probe")
+            self._judge.check(probe, ours, eager, lambda output: flatten(output)[0])
         if self._backend.is_timed:
             arguments = copied({**call.contents, **call.others})
             ours_s = shortest(self._backend, lambda: entry.run(call.contents))
