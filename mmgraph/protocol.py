@@ -24,6 +24,7 @@ __all__ = [
     "SupportsMultiModal",
     "SupportsNumBytes",
     "SupportsPrivateCaches",
+    "SupportsReference",
     "SupportsTrial",
     "supports_encoder_cudagraph",
 ]
@@ -115,6 +116,20 @@ class SupportsTrial(Protocol):
         """End the trial: keep the steps, or leave them out from now on because of `why_not`.
 
         They may have `failed`, or just not have been faster.
+        """
+
+
+@runtime_checkable
+class SupportsReference(SupportsMultiModal, Protocol):
+    """An encoder that can say what is right, where half precision leaves that open."""
+
+    def embed_in_float32(self, **mm_kwargs: Any) -> Any:
+        """Return what ``embed_multimodal`` returns, computed and given in float32.
+
+        Called where a fresh graph in half precision is further from eager mode than two kernels
+        usually are. Floating-point tensors among `mm_kwargs` are float32, and all tensors are
+        copies; autocast is off, and so is TensorFloat-32. Nothing of it may be kept. Whatever it
+        raises, the graph is refused.
         """
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -17,7 +18,7 @@ from mmgraph.encoders.caches import OwnCaches, private_caches
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
-from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
+from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem, widened
 from mmgraph.encoders.tracing import is_traced
 from mmgraph.encoders.watch import TowerWatch
 from mmgraph.ops import VARLEN_ATTENTION, attending
@@ -140,6 +141,14 @@ class TowerEncoder(ABC):
     def embed_multimodal(self, **mm_kwargs: Any) -> Any:
         """Call the tower in eager mode and return its own output."""
         return self.forward(**mm_kwargs)
+
+    def embed_in_float32(self, **mm_kwargs: Any) -> Any:
+        """Call a float32 copy of the tower, which nobody keeps; see ``SupportsReference``."""
+        with self.preparation.turns.together():  # not of what a capture has made of it
+            module = widened(self.tower.module)
+        twin = type(self)(replace(self.tower, module=module), self.method, watch=self.watch)
+        with private_caches(module):  # the tower's own would keep what the copy puts there
+            return twin.embed_multimodal(**mm_kwargs)
 
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
         """Read the items of a call.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -18,10 +19,10 @@ from mmgraph.graphs import (
 )
 from mmgraph.graphs.backend import Runnable
 from mmgraph.manager.caches import private_caches
+from mmgraph.manager.judge import Judge
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, record_layout
 from mmgraph.manager.probes import Probes
 from mmgraph.manager.trial import tried
-from mmgraph.manager.verify import largest_error, max_error
 from mmgraph.protocol import SupportsEncoderCudaGraph
 from mmgraph.types import EncoderFacts, GraphKey
 
@@ -78,6 +79,7 @@ class Capturer:
         self._facts = facts
         self._backend = backend
         self._probes = probes
+        self._judge = Judge(model, facts.name)
 
     def capture(self, key: GraphKey, arena: Arena) -> Entry:
         """Capture `key`; the first time also without what is on trial, and keep the faster one."""
@@ -117,21 +119,21 @@ class Capturer:
     @torch.no_grad()
     def _check(self, entry: Entry, key: GraphKey) -> None:
         """Raise unless a fresh graph answers the encoder's probes as eager mode does."""
+
+        def flat(output: Any) -> list[torch.Tensor]:
+            return eager_tensors(output, self._facts, entry.layout)
+
         try:
             for probe in self._probes.of(key):
                 call = probe.call
-                eager = eager_tensors(probe.answer(), self._facts, entry.layout)
+                eager = flat(probe.answer())
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 collector = Collector(entry.layout, batch)
                 with self._backend.ordered():
                     entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
                     collector.add(items, entry.graph.replay())
-                worst = largest_error(collector.results, eager)
-                if not worst <= max_error(eager):
-                    raise CaptureError(
-                        f"its graph differs from eager mode by {worst:.1e} on a probe"
-                    )
+                self._judge.check(call, collector.results, eager, flat)
         except BaseException as error:
             entry.graph.close()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):

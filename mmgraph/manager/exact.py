@@ -28,8 +28,9 @@ from mmgraph.graphs import (
 from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
 from mmgraph.manager.caches import private_caches
+from mmgraph.manager.judge import Judge
 from mmgraph.manager.trial import tried
-from mmgraph.manager.verify import largest_error, max_error, shortest
+from mmgraph.manager.verify import shortest
 from mmgraph.protocol import SupportsExactGraphs, SupportsTrial
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
 
@@ -117,6 +118,7 @@ class ExactGraphs:
         self._model = model
         self._name = name
         self._backend = backend
+        self._judge = Judge(model, name)
         self.at_once = False
         """Whether a call gets its graph the first time that it comes."""
         self._seen: OrderedDict[GraphKey, Reason | None] = OrderedDict()
@@ -297,8 +299,9 @@ class ExactGraphs:
     def _check(self, entry: ExactEntry, call: ExactCall) -> None:
         """Raise unless the graph equals eager mode on two contents."""
         for contents in (call.contents, {n: _varied(t) for n, t in call.contents.items()}):
+            probe = {**contents, **call.others}
             try:  # on copies: the tower may write to what it gets
-                arguments = copied({**contents, **call.others})
+                arguments = copied(probe)
                 eager = flatten(self._model.embed_multimodal(**arguments))[0]
                 with self._backend.ordered():
                     ours = flatten(entry.run(contents))[0]
@@ -306,9 +309,7 @@ class ExactGraphs:
                 raise CaptureError(f"a probe failed: {error}") from error
             if len(ours) != len(eager):
                 raise CaptureError("its graph returns another structure than eager mode")
-            worst = largest_error(ours, eager)
-            if not worst <= max_error(eager):
-                raise CaptureError(f"its graph differs from eager mode by {worst:.1e} on a probe")
+            self._judge.check(probe, ours, eager, lambda output: flatten(output)[0])
 
     def _compare_with_eager(self, entry: ExactEntry, call: ExactCall) -> None:
         """Raise unless the graph is faster than eager mode; it is closed then."""
