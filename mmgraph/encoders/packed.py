@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmgraph.encoders.attention import attention_implementation
 from mmgraph.encoders.calls import CallSignature, wants_attentions
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
 from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
-from mmgraph.encoders.watch import TowerWatch
 from mmgraph.errors import CaptureError, InvalidInputError, UnsupportedModelError
+from mmgraph.modules.attention import attention_implementation
+from mmgraph.modules.watch import TowerWatch
 from mmgraph.ops import VARLEN_ATTENTION, attending
 from mmgraph.preparation import Preparation
 from mmgraph.types import (

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from mmgraph.encoders.attention import attends_by_segments, attention_implementation
-from mmgraph.encoders.caches import OwnCaches, private_caches
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
-from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem, widened
-from mmgraph.encoders.tracing import is_traced
-from mmgraph.encoders.watch import TowerWatch
+from mmgraph.modules.attention import attends_by_segments, attention_implementation
+from mmgraph.modules.caches import OwnCaches, private_caches
+from mmgraph.modules.placement import first_parameter, main_dtype, placement_problem, widened
+from mmgraph.modules.tracing import is_traced
+from mmgraph.modules.watch import TowerWatch
 from mmgraph.ops import VARLEN_ATTENTION, attending
 from mmgraph.preparation import Preparation
 from mmgraph.protocol import HeldMemory

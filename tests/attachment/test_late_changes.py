@@ -16,9 +16,10 @@ from transformers import PreTrainedModel, ViTConfig
 
 import mmgraph
 from mmgraph import GraphConfig
-from mmgraph.encoders import TowerWatch, eager_towers, encoder_for, find_towers
+from mmgraph.encoders import eager_towers, encoder_for, find_towers
 from mmgraph.graphs import CapturedGraph
 from mmgraph.manager.changes import Changes
+from mmgraph.modules import TowerWatch
 from mmgraph.preparation import Turns, find_blocks
 from mmgraph.recipes import load_recipe
 from tests.attachment.test_changes import answer, assert_right, linear, pixels, set_data

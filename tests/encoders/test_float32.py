@@ -13,13 +13,13 @@ from torch import nn
 
 from mmgraph import attach
 from mmgraph.encoders import TowerEncoder, encoder_for, find_towers
-from mmgraph.encoders.placement import widened
 from mmgraph.graphs import flatten
+from mmgraph.modules.placement import widened
 from mmgraph.preparation import Preparation
 from mmgraph.protocol import SupportsReference
 from mmgraph.recipes import load_recipe
 from tests.encoders.cases import LAYOUTS, call_of
-from tests.encoders.test_caches import Memoises, of_module
+from tests.modules.test_caches import Memoises, of_module
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from mmgraph.encoders.attention import attention_configs
+from mmgraph.modules.attention import attention_configs
 
 __all__ = ["first_parameter", "main_dtype", "placement_problem", "widened"]
 

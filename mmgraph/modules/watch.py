@@ -31,8 +31,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
-from mmgraph.encoders.attention import attention_configs
-from mmgraph.encoders.tracing import is_traced
+from mmgraph.modules.attention import attention_configs
+from mmgraph.modules.tracing import is_traced
 from mmgraph.preparation import Turns, find_blocks
 
 __all__ = ["TowerWatch"]
