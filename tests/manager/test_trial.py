@@ -213,7 +213,11 @@ def test_exact_graphs_hold_compiled_blocks_where_these_are_faster(exact: ExactTr
         torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
     assert exact.timed == [False, True]  # one trial
     assert exact.preparation.no_compile is None
-    assert exact.manager.stats().hits == 3
+    stats = exact.manager.stats()
+    assert stats.hits == 3
+    assert [graph.saved_ms for graph in stats.graphs] == [1e3, 1e3]  # a replay each
+    first, second = stats.graphs
+    assert second.compile_seconds == 0.0 <= first.compile_seconds
 
 
 @torch.no_grad()
