@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -273,18 +272,18 @@ class TowerEncoder(ABC):
         return tuple(parts)
 
     def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
-        module = self.tower.module
-        main, device = mm_kwargs.get(self.signature.main_input), self.device
         if is_traced():
             return Reason.COMPILING
         if self.watch.is_training:
             return Reason.TRAINING
         if self.watch.is_hooked:
             return Reason.HOOKS
+        main, device = mm_kwargs.get(self.signature.main_input), self._probe().device
         if not isinstance(main, torch.Tensor):
             return None  # such a call has been refused
-        values = chain(mm_kwargs.values(), module.parameters())
-        if torch.is_grad_enabled() and any(map(_wants_gradients, values)):
+        if torch.is_grad_enabled() and (
+            self.watch.wants_gradients or any(map(_wants_gradients, mm_kwargs.values()))
+        ):
             return Reason.GRAD
         if device.type == "meta":
             return Reason.PLACEMENT

@@ -172,6 +172,7 @@ class GraphStore:
         self.failed.pop(key, None)
         with self._range("capture", key):
             error = self.attempt(key)
+        self._measured = None
         if error is None:
             error = self._refused(key) if self.is_over else self._measured_or_freed(key)
         else:
@@ -205,7 +206,7 @@ class GraphStore:
 
     @property
     def measured(self) -> Measured:
-        """What graphs and eager mode were measured to take; the same object until that changes."""
+        """What graphs and eager mode were measured to take; the same object until graphs change."""
         if self._measured is None:
             seconds = {key: entry.replay_seconds for key, entry in self.entries.items()}
             replays = {key: s for key, s in seconds.items() if s is not None}

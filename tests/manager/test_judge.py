@@ -24,9 +24,10 @@ from mmgraph import (
     Reason,
     attach,
 )
-from mmgraph.encoders import TowerEncoder, encoder_for, find_towers, placement
+from mmgraph.encoders import TowerEncoder, encoder_for, find_towers
 from mmgraph.graphs import flatten, select_backend
 from mmgraph.manager.judge import Judge
+from mmgraph.modules import placement
 from mmgraph.protocol import SupportsReference
 from mmgraph.recipes import load_recipe
 from mmgraph.types import ExactCall
