@@ -158,7 +158,8 @@ class Planner:
 
         What is remembered stays as long as there are the same graphs and nothing more is measured.
         """
-        if graphs.measured is not self._measured or len(self._chosen) > _REMEMBERED:
+        most = max(len(self._chosen), len(self._known), len(self._same))
+        if graphs.measured is not self._measured or most > _REMEMBERED:
             self._measured = graphs.measured
             for remembered in (self._known, self._same, self._chosen):
                 remembered.clear()

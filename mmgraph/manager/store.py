@@ -107,6 +107,7 @@ class GraphStore:
         for key, reason in list(self.failed.items()):
             if key.token_budget not in budgets or reason in _NO_ROOM:
                 del self.failed[key]
+        self._measured = None
         return gone
 
     def drop(self, key: GraphKey, reason: Reason) -> None:
