@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import mmgraph.encoders.packed as packed
+import mmgraph.encoders.tower as tower
 from mmgraph.preparation.turns import Turns
 from tests.encoders.cases import make_encoder
 
@@ -145,5 +145,5 @@ def test_an_eager_call_beside_a_capture_sees_the_tower_as_it_is(
     tried.set()
     future.result(TOO_LONG)
     assert seen.pop(threading.get_ident()) == own
-    assert list(seen.values()) == [packed.VARLEN_ATTENTION]
+    assert list(seen.values()) == [tower.VARLEN_ATTENTION]
     assert config._attn_implementation == own
