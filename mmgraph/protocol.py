@@ -109,6 +109,10 @@ class SupportsTrial(Protocol):
     def on_trial(self) -> bool:
         """Whether a graph with these steps has still to be compared with one without."""
 
+    @property
+    def has_options(self) -> bool:
+        """Whether captures take such steps at all."""
+
     def without_options(self) -> AbstractContextManager[None]:
         """Within the block captures leave these steps out."""
 

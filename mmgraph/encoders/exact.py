@@ -1,7 +1,8 @@
 """Taking a call of a tower apart for a graph of its own.
 
-Small tensors of whole numbers (grids, sizes, masks, positions) say what the call *is*: a tower may
-read them on the host, so their values belong to the key. Everything else is contents.
+Tensors of whole numbers that aren't too large (grids, sizes, masks, positions) say what the call
+*is*: a tower may read them on the host, so their values belong to the key. Everything else is
+contents.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from mmgraph.encoders.calls import TowerSignature, freeze
 from mmgraph.types import ExactCall, Reason, Refusal
 
 __all__ = ["exact_call"]
+
+_MOST_OF_MAIN = 1 << 16
+"""Values up to which a main input of whole numbers says what a call is: pixels are contents."""
 
 
 def exact_call(
@@ -41,7 +45,9 @@ def exact_call(
             if not signature.is_default(name, value):
                 parts.append((name, freeze(value)))
             others[name] = value
-        elif value.dtype.is_floating_point or value.numel() > _most_values(value.device):
+        elif value.dtype.is_floating_point or value.numel() > (
+            _MOST_OF_MAIN if name == signature.main_input else _most_values(value.device)
+        ):
             if value.device != device:
                 raise Refusal(Reason.DEVICE)
             if value.requires_grad and torch.is_grad_enabled():

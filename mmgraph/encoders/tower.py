@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from mmgraph.modules.caches import OwnCaches, private_caches
 from mmgraph.modules.placement import first_parameter, main_dtype, placement_problem, widened
 from mmgraph.modules.tracing import is_traced
 from mmgraph.modules.watch import TowerWatch
-from mmgraph.ops import VARLEN_ATTENTION, attending
+from mmgraph.ops import VARLEN_ATTENTION, NoSegmentsError, attending
 from mmgraph.preparation import Preparation
 from mmgraph.protocol import HeldMemory
 from mmgraph.types import (
@@ -187,13 +187,20 @@ class TowerEncoder(ABC):
 
         One call attends to all segments, where there are some, whatever the tower is set to.
         """
-        with ExitStack() as stack:
-            if self._attends_by_segments:
-                module, choices = self.tower.module, self.preparation.attention
-                stack.enter_context(self.preparation.turns.alone())
-                stack.enter_context(attention_implementation(module, VARLEN_ATTENTION))
-                stack.enter_context(attending(choices=choices))
-            return self.preparation.run(lambda: self.embed_multimodal(**mm_kwargs))
+        if self._attends_by_segments:
+            try:
+                with (
+                    self.preparation.turns.alone(),
+                    attention_implementation(self.tower.module, VARLEN_ATTENTION),
+                    attending(choices=self.preparation.attention),
+                ):
+                    return self._prepared_forward(mm_kwargs)
+            except NoSegmentsError:  # it has them in other calls, or in other layers
+                self._attends_by_segments = False
+        return self._prepared_forward(mm_kwargs)
+
+    def _prepared_forward(self, mm_kwargs: Mapping[str, Any]) -> Any:
+        return self.preparation.run(lambda: self.embed_multimodal(**mm_kwargs))
 
     @cached_property
     def _attends_by_segments(self) -> bool:
@@ -228,6 +235,11 @@ class TowerEncoder(ABC):
     def on_trial(self) -> bool:
         """Whether a graph has still to be compared with one without the optional steps."""
         return self.preparation.on_trial
+
+    @property
+    def has_options(self) -> bool:
+        """Whether blocks are compiled for graphs."""
+        return self.preparation.no_compile is None
 
     def without_options(self) -> AbstractContextManager[None]:
         """Within the block captures leave out the steps that are on trial."""

@@ -86,7 +86,9 @@ def _captured(
                         breaks.append(_next_break(error, breaks, max_breaks))
                     capturing = True
                     continue
-                return _record(backend, _following(regions, run), buffers, folding)
+                graph = _record(backend, _following(regions, run), buffers, folding)
+                graph.num_fast = regions.num_fast
+                return graph
 
 
 def _following(regions: Regions, run: Runnable) -> Runnable:

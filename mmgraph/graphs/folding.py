@@ -33,6 +33,7 @@ from mmgraph.graphs.operations import (
     Step,
     chosen,
     comes_from_host,
+    draws,
     fresh,
     makes_from_python,
     positions,
@@ -48,7 +49,6 @@ from mmgraph.graphs.trees import storage_of, tensors_in
 __all__ = ["Folding"]
 
 _aten = torch.ops.aten
-_RANDOM = torch.Tag.nondeterministic_seeded
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.is_nonzero.default})
 _SAME_MEMORY = frozenset({_aten.detach.default, _aten.alias.default})
 """No steps: torch adds them to some operations, though not each time."""
@@ -149,6 +149,10 @@ class Folding:
             if (content and self.constant.pop(storage, None) is not None) or storage in self.read:
                 self.in_graph.add(storage)
 
+    def have_read(self, storages: Iterable[int]) -> None:
+        """Note that something which runs in the graph reads memory, if that holds constants."""
+        self.read |= set(storages) & self.constant.keys()
+
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what the forward gets to see: what factories made in the dispatcher is copied."""
         for tensor in tensors:
@@ -212,7 +216,8 @@ class _Observe(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         lifted = func is _aten.lift_fresh.default  # a tensor from Python's own numbers
-        constant = (lifted or folding.is_constant(inputs)) and _RANDOM not in func.tags
+        random = draws(func, args, kwargs)
+        constant = (lifted or folding.is_constant(inputs)) and not random
         if not constant:
             refuse_reads(func, args, kwargs, folding.is_constant)
         out = func(*args, **kwargs)
@@ -221,7 +226,7 @@ class _Observe(TorchDispatchMode):
         if moves and not constant:
             raise ReadsContents(str(func))
         step = Step(func, out, constant=constant)
-        step.on_host = lifted or moves or func in HOST_READS or _RANDOM in func.tags
+        step.on_host = lifted or moves or random or func in HOST_READS
         if func in INDEXED:
             step.indices = positions(args, folding.is_constant)
             step.values = uploaded(args, folding.is_constant)

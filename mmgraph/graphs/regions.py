@@ -3,8 +3,8 @@
 Folding (see ``folding.py``) looks at every operation of a call, so compiled code would hide them.
 But most of a tower is blocks in which there is nothing to fold. Such a block is a region: it says
 that it may run one way or the other (:func:`in_region`). The observed run takes the plain way and
-notes what the block does; if it touches nothing but its device, and only memory that is its own or
-given to it to read, the recording takes the fast way there and leaves its operations out.
+notes what the block does; if it touches nothing but its device, draws no random numbers and writes
+to no memory but its own, the recording takes the fast way there and leaves its operations out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.folding import Folding
 from mmgraph.graphs.operations import Step
+from mmgraph.graphs.trees import storage_of
 
 __all__ = ["Regions", "in_region"]
 
@@ -65,6 +66,11 @@ class Regions:
         """The run that is observed begins."""
         self._regions.clear()
 
+    @property
+    def num_fast(self) -> int:
+        """Regions that are recorded the fast way."""
+        return sum(region.may_hide for region in self._regions)
+
     def follow(self) -> None:
         """A run begins that follows the one that was observed."""
         self._is_known = True
@@ -85,19 +91,22 @@ class Regions:
 
     def _observed(self, plain: _Way, args: Any, kwargs: Any) -> Any:
         folding = self._folding
-        if not folding.is_observing:  # inside a break, or before the observed run
-            self._regions.append(_Region())
+        place = len(self._regions)
+        self._regions.append(_Region())  # as it stays inside a break, or around another region
+        if not folding.is_observing:
             return plain(*args, **kwargs)
         start, breaks = len(folding.steps), folding.num_breaks
         out = plain(*args, **kwargs)
         steps = folding.steps[start:]
-        whole = breaks == folding.num_breaks and not any(step.on_host for step in steps)
-        if not (whole and _keeps_to_itself(steps)):
-            self._regions.append(_Region())
+        whole = breaks == folding.num_breaks and len(self._regions) == place + 1
+        if not whole or any(step.on_host for step in steps) or not _keeps_to_itself(steps):
             return out
         constants = {id(t): t for step in steps for t in step.reads}
-        region = _Region(start, len(folding.steps), True, tuple(constants.values()))
-        self._regions.append(region)
+        self._regions[place] = _Region(start, len(folding.steps), True, tuple(constants.values()))
+        # The region runs for real: what it makes, and what it reads, must not be folded where it is
+        # written afterwards.
+        made = {storage for step in steps for storage in step.makes}
+        folding.have_read(made | {storage_of(t) for t in constants.values()})
         return out
 
 

@@ -19,7 +19,6 @@ from mmgraph.errors import CaptureError, ConfigError, ReplayError
 from mmgraph.graphs import (
     BreakableGraph,
     GraphBackend,
-    ReadsContents,
     Rebuild,
     capture_exact,
     clean_up,
@@ -31,7 +30,7 @@ from mmgraph.manager.caches import private_caches
 from mmgraph.manager.judge import Judge
 from mmgraph.manager.trial import tried
 from mmgraph.manager.verify import shortest
-from mmgraph.protocol import SupportsExactGraphs, SupportsTrial
+from mmgraph.protocol import SupportsExactGraphs
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
 
 __all__ = ["ExactEntry", "ExactGraphs", "copied", "exact_graphs"]
@@ -129,6 +128,8 @@ class ExactGraphs:
         self._name = name
         self._backend = backend
         self._judge = Judge(model, name)
+        self._nothing_to_try = False
+        """Whether no block was recorded in another way when there was a choice."""
         self.at_once = False
         """Whether a call gets its graph the first time that it comes."""
         self._seen: OrderedDict[GraphKey, Reason | None] = OrderedDict()
@@ -258,7 +259,9 @@ class ExactGraphs:
         try:
             # Plain tensors even inside inference mode: replays write them in every mode.
             with torch.inference_mode(False), torch.no_grad():
-                entry = tried(self._model, self._backend, lambda: self._plain_if_need_be(call))
+                model = None if self._nothing_to_try else self._model
+                entry = tried(model, self._backend, lambda: self._captured(call))
+                self._nothing_to_try = entry.graph.num_fast == 0
                 self._compare_with_eager(entry, call)
                 return entry
         except Exception as caught:
@@ -269,19 +272,6 @@ class ExactGraphs:
         if isinstance(error, CaptureError):
             raise error
         raise CaptureError(f"its graph can't be captured: {error}") from error
-
-    def _plain_if_need_be(self, call: ExactCall) -> ExactEntry:
-        """Capture a call; without what other calls are captured with, where that is in its way."""
-        try:
-            return self._captured(call)
-        except ReadsContents:  # as it would be read without
-            raise
-        except CaptureError as error:
-            model = self._model
-            if ran_out_of_memory(error) or not isinstance(model, SupportsTrial) or model.on_trial:
-                raise
-            with model.without_options():
-                return self._captured(call)
 
     def _captured(self, call: ExactCall) -> ExactEntry:
         start = time.perf_counter()

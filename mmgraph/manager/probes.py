@@ -105,9 +105,14 @@ class Probes:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return _equal_tensors(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
-    return type(a) is type(b) and bool(a == b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    same = a == b
+    return same if isinstance(same, bool) else False  # an array, say: answered once more
 
 
 def _equal_tensors(a: Any, b: Any) -> bool:

@@ -26,8 +26,14 @@ def attends_by_segments(module: nn.Module) -> bool:
 
     With any other function transformers calls that for one segment after another.
     """
-    kinds = {type(m) for m in module.modules()}
-    return any(_SEGMENTS in inspect.signature(kind.forward).parameters for kind in kinds)
+    return any(map(_takes_segments, {type(m) for m in module.modules()}))
+
+
+def _takes_segments(kind: type[nn.Module]) -> bool:
+    try:
+        return _SEGMENTS in inspect.signature(kind.forward).parameters
+    except (AttributeError, TypeError, ValueError):  # a scripted module, say
+        return False
 
 
 @contextmanager

@@ -74,7 +74,9 @@ class _Compiled:
         """What runs in place of the forward of `block`."""
         forward = block.forward
         function = getattr(forward, "__func__", None)
-        if function is None:  # no method of its class
+        if (
+            function is None or getattr(forward, "__self__", None) is not block
+        ):  # no method of its own
             compiled = torch.compile(forward, dynamic=True)
         else:
             if function not in self._by_function:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from mmgraph import CaptureError
 from mmgraph.graphs import BreakableGraph, GraphBackend, capture_exact, in_region
@@ -233,6 +234,72 @@ def test_constants_that_a_fast_block_reads_live_as_long_as_the_graph(
     junk = [torch.full((8,), 99, device=x.device) for _ in range(64)]
     assert_follows(graph, forward, x)
     assert len(junk) == 64
+
+
+def test_a_constant_that_a_fast_block_makes_may_be_written_afterwards(
+    x: torch.Tensor, backend: GraphBackend
+) -> None:
+    def plain(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, torch.zeros(3, device=x.device)
+
+    block = Block(plain)
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, mask = block(x)
+        mask[0] = 7
+        return y, mask * 6
+
+    assert_follows(capture(backend, forward, x), forward, x)
+    assert block.recorded == "fast"
+
+
+def test_a_constant_that_a_fast_block_reads_may_be_written_afterwards(
+    x: torch.Tensor, grid: torch.Tensor, backend: GraphBackend
+) -> None:
+    block = Block(lambda x, n: x + n * 2)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        n = torch.ones(8, device=x.device)
+        y = block(x, n)
+        n += 1
+        y = block(y, n) * n
+        n += int(grid[0])
+        return y + n
+
+    assert_follows(capture(backend, forward, x, grid), forward, x)
+    assert block.recorded == "fast"
+
+
+def test_attention_that_drops_nothing_may_be_hidden(x: torch.Tensor, backend: GraphBackend) -> None:
+    """torch counts it among what takes random numbers, which a block that is hidden may not."""
+
+    def attends(x: torch.Tensor, p: float = 0.0) -> torch.Tensor:
+        heads = x.view(1, 2, 4, 4)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p).view_as(x)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return block(x) + 1
+
+    block = Block(attends)
+    graph = capture(backend, forward, x)
+    assert (block.recorded, graph.num_fast) == ("fast", 1)
+    assert_follows(graph, forward, x)
+    for random in (lambda x: attends(x, 0.5), lambda x: x + torch.rand_like(x)):
+        block = Block(random)
+        graph = capture(backend, forward, x)
+        assert (block.recorded, graph.num_fast) == ("plain", 0)
+
+
+def test_a_block_inside_a_block(x: torch.Tensor, grid: torch.Tensor, backend: GraphBackend) -> None:
+    inner, last = Block(doubled, doubled_at_once), Block(doubled, doubled_at_once)
+    outer = Block(lambda x: inner(x) * int(grid[1]))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return last(outer(x))
+
+    graph = capture(backend, forward, x, grid)
+    assert [block.recorded for block in (outer, inner, last)] == ["plain", "fast", "fast"]
+    assert_follows(graph, forward, x)
 
 
 @pytest.mark.parametrize("change", [1, -1])

@@ -707,6 +707,11 @@ def test_large_tensors_of_whole_numbers_are_contents() -> None:
     assert taken_apart(sizes=small + 1, mask=large).key != call.key
 
 
+def test_a_main_input_of_whole_numbers_is_contents_earlier() -> None:
+    pixels = torch.zeros(3, 224, 224, dtype=torch.uint8)
+    assert list(taken_apart(pixels=pixels).contents) == ["pixels"]
+
+
 def test_a_tensor_that_is_a_view_counts_as_what_it_holds() -> None:
     numbers = torch.arange(6).reshape(2, 3)
     assert taken_apart(sizes=numbers.t()).key == taken_apart(sizes=numbers.t().contiguous()).key

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mmgraph import EncoderFacts, GraphKey
-from mmgraph.manager.probes import Probe, Probes
+from mmgraph.manager.probes import Probe, Probes, _equal
 from mmgraph.manager.store import GraphStore
 from tests.manager.engine import EngineEncoder, MeasuredBackend, call_of, make_manager
 
@@ -51,6 +52,17 @@ def test_equal_probes_are_answered_once_while_they_are_remembered() -> None:
     assert encoder.eager_calls == [[4], [4]]
     assert answers[0] is answers[2] is answers[4]
     assert not torch.equal(answers[0][0], answers[1][0])  # contents tell them apart
+
+
+def test_calls_may_hold_anything() -> None:
+    def of(**more: Any) -> dict[str, Any]:
+        return {"sizes": [(1, 2), torch.ones(2)], "table": np.arange(2), "names": {"a": 1}, **more}
+
+    same = {"table": 0}
+    assert _equal(of(**same), of(**same))
+    for other in ({"sizes": [(1, 2), torch.zeros(2)]}, {"sizes": [(1, 2)]}, {"names": {"a": 1.0}}):
+        assert not _equal(of(**same), of(**same, **other))
+    assert not _equal(of(), of())  # of an array nothing is known
 
 
 def test_nothing_is_kept_afterwards() -> None:

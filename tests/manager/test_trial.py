@@ -27,6 +27,8 @@ class Timed(TraceBackend):
     """Counts the graphs that are there when another is captured."""
 
     is_timed = True
+    num_bytes = 0
+    """That each graph is said to take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +38,10 @@ class Timed(TraceBackend):
 
     def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
         self.others.append(len(self.graphs) - len(self.closed))
-        graph = super().capture(run, buffers)
+        return self._counted(super().capture(run, buffers))
+
+    def _counted(self, graph: CapturedGraph) -> CapturedGraph:
+        graph.num_bytes = self.num_bytes
         close = graph.close
 
         def noted() -> None:
@@ -254,3 +259,46 @@ def test_a_compiler_that_fails_on_an_exact_call_is_given_up(
     assert "no compiler here" in str(exact.preparation.no_compile)
     assert [r.levelname for r in caplog.records if "as they are" in r.message] == ["WARNING"]
     assert exact.manager.stats().hits == 1
+
+
+@torch.no_grad()
+def test_where_no_block_is_recorded_another_way_nothing_is_decided(
+    exact: ExactTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes later may hold compiled blocks; two equal graphs say nothing about these."""
+    monkeypatch.setattr("mmgraph.graphs.regions._keeps_to_itself", lambda steps: False)
+    for clips in (1, 2):
+        torch.testing.assert_close(*exact.call(clips), rtol=1e-6, atol=1e-6)
+    assert exact.preparation.on_trial
+    assert len(exact.timed) == 1
+    assert exact.manager.stats().hits == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_graph_that_can_not_be_timed_is_closed(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    def fails(*_: Any) -> float:
+        calls.append(None)
+        if len(calls) > at:
+            raise RuntimeError("a device that is gone")
+        return 1.0
+
+    calls: list[None] = []
+    monkeypatch.setattr("mmgraph.manager.trial.shortest", fails)
+    torch.testing.assert_close(*trial.call(2), rtol=1e-6, atol=1e-6)
+    assert len(trial.backend.graphs) == len(trial.backend.closed) == at + 1
+    assert trial.manager.stats().hits == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_that_stays_in_a_shared_pool_is_counted(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    monkeypatch.setattr(Timed, "keeps_memory", keeps)
+    monkeypatch.setattr(Timed, "num_bytes", 1024)
+    trial.call(2)
+    (graph,) = trial.manager.stats().graphs
+    assert graph.num_bytes == (2048 if keeps else 1024)
