@@ -47,6 +47,7 @@ _EXPORTS = {
     "SupportsExactGraphs": "protocol",
     "SupportsLateChanges": "protocol",
     "SupportsPrivateCaches": "protocol",
+    "SupportsReference": "protocol",
     "SupportsTrial": "protocol",
     "UnsupportedModelError": "errors",
     "attach": "attachment",

@@ -24,6 +24,7 @@ __all__ = [
     "SupportsMultiModal",
     "SupportsNumBytes",
     "SupportsPrivateCaches",
+    "SupportsReference",
     "SupportsTrial",
     "supports_encoder_cudagraph",
 ]
@@ -108,6 +109,10 @@ class SupportsTrial(Protocol):
     def on_trial(self) -> bool:
         """Whether a graph with these steps has still to be compared with one without."""
 
+    @property
+    def has_options(self) -> bool:
+        """Whether captures take such steps at all."""
+
     def without_options(self) -> AbstractContextManager[None]:
         """Within the block captures leave these steps out."""
 
@@ -115,6 +120,20 @@ class SupportsTrial(Protocol):
         """End the trial: keep the steps, or leave them out from now on because of `why_not`.
 
         They may have `failed`, or just not have been faster.
+        """
+
+
+@runtime_checkable
+class SupportsReference(SupportsMultiModal, Protocol):
+    """An encoder that can say what is right, where half precision leaves that open."""
+
+    def embed_in_float32(self, **mm_kwargs: Any) -> Any:
+        """Return what ``embed_multimodal`` returns, computed and given in float32.
+
+        Called where a fresh graph in half precision is further from eager mode than two kernels
+        usually are. Floating-point tensors among `mm_kwargs` are float32, and all tensors are
+        copies; autocast is off, and so is TensorFloat-32. Nothing of it may be kept. Whatever it
+        raises, the graph is refused.
         """
 
 

@@ -42,6 +42,7 @@ PUBLIC = [
     "SupportsExactGraphs",
     "SupportsLateChanges",
     "SupportsPrivateCaches",
+    "SupportsReference",
     "SupportsTrial",
     "UnsupportedModelError",
     "__version__",

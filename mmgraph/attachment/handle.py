@@ -18,18 +18,12 @@ from mmgraph.attachment.rehearse import rehearse
 from mmgraph.attachment.report import render_report
 from mmgraph.attachment.wrap import AttachedMethod
 from mmgraph.config import GraphConfig
-from mmgraph.encoders import (
-    Tower,
-    TowerEncoder,
-    TowerWatch,
-    encoder_for,
-    first_parameter,
-    placement_problem,
-)
+from mmgraph.encoders import Tower, TowerEncoder, encoder_for
 from mmgraph.errors import ConfigError, UnsupportedModelError
 from mmgraph.graphs import GraphBackend, freeze_gc_for_cudagraph_capture, select_backend
 from mmgraph.log import get_logger
 from mmgraph.manager import EncoderCudaGraphManager, estimate
+from mmgraph.modules import TowerWatch, first_parameter, placement_problem
 from mmgraph.preparation import Preparation, Turns
 from mmgraph.runner import EncoderRunner
 from mmgraph.state import EncoderState

@@ -16,7 +16,8 @@ from torch import nn
 from mmgraph.bench.sizes import CallSize
 from mmgraph.bench.subject import Inputs, Subject
 from mmgraph.bench.timing import Call, synchronizer
-from mmgraph.encoders import PackedEncoder, use_attention_implementation
+from mmgraph.encoders import PackedEncoder
+from mmgraph.modules import use_attention_implementation
 from mmgraph.ops import VARLEN_ATTENTION
 from mmgraph.types import GraphKey
 

@@ -19,8 +19,9 @@ from mmgraph.bench.handmade import captured, precomputed_metadata
 from mmgraph.bench.sizes import CallSize
 from mmgraph.bench.subject import Inputs, Subject
 from mmgraph.bench.timing import Call
-from mmgraph.encoders import PackedEncoder, use_attention_implementation
+from mmgraph.encoders import PackedEncoder
 from mmgraph.manager.outputs import flatten_outputs
+from mmgraph.modules import use_attention_implementation
 from mmgraph.ops import VARLEN_ATTENTION
 from mmgraph.types import GraphKey
 

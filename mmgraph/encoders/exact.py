@@ -1,7 +1,8 @@
 """Taking a call of a tower apart for a graph of its own.
 
-Small tensors of whole numbers (grids, sizes, masks, positions) say what the call *is*: a tower may
-read them on the host, so their values belong to the key. Everything else is contents.
+Tensors of whole numbers that aren't too large (grids, sizes, masks, positions) say what the call
+*is*: a tower may read them on the host, so their values belong to the key. Everything else is
+contents.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from mmgraph.types import ExactCall, Reason, Refusal
 
 __all__ = ["exact_call"]
 
-_MAX_VALUES = 1 << 16
+_MOST_OF_MAIN = 1 << 16
+"""Values up to which a main input of whole numbers says what a call is: pixels are contents."""
 
 
 def exact_call(
@@ -43,7 +45,9 @@ def exact_call(
             if not signature.is_default(name, value):
                 parts.append((name, freeze(value)))
             others[name] = value
-        elif value.dtype.is_floating_point or value.numel() > _MAX_VALUES:
+        elif value.dtype.is_floating_point or value.numel() > (
+            _MOST_OF_MAIN if name == signature.main_input else _most_values(value.device)
+        ):
             if value.device != device:
                 raise Refusal(Reason.DEVICE)
             if value.requires_grad and torch.is_grad_enabled():
@@ -58,3 +62,12 @@ def exact_call(
     if not contents:
         raise Refusal(Reason.UNSUPPORTED_CALL, detail="no contents that a graph could read")
     return ExactCall(tuple(parts), contents, others, num_tokens)
+
+
+def _most_values(device: torch.device) -> int:
+    """Values up to which a tensor says what a call is; larger ones are contents.
+
+    The mask of 64 clips of 30 s has 192,000. On the host to read it is all that it takes, and
+    contents that are there are nothing that a graph could read.
+    """
+    return 1 << 20 if device.type == "cpu" else 1 << 18

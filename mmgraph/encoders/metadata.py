@@ -2,9 +2,9 @@
 
 Towers of transformers take these tensors from their keyword arguments instead of computing them
 (``transformers/vision_utils.py``); which of them a tower wants shows in its attributes, as in
-``transformers/exporters/utils.py``. The values for one grid come from transformers' own functions,
-run once on the CPU; a call's metadata is those arrays, shifted and laid end to end in one block of
-bytes, so that an upload is one copy.
+``transformers/exporters/utils.py``. What one grid adds is computed once (``grids.py``); a call's
+metadata is those arrays, shifted and laid end to end in one block of bytes, so that an upload is
+one copy.
 
 Rows beyond the real ones get values that are in range: position 0, their own place in the window
 order, a grid of one merge group. No segment holds them.
@@ -12,9 +12,10 @@ order, a grid of one merge group. No segment holds them.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,37 +23,14 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from mmgraph.encoders.grids import Array, Grid, axis_taps, combined_taps, position_ids, windows
 from mmgraph.types import EncoderItemSpec, GraphKey
 
-__all__ = ["Grid", "GridArrays", "PackedMetadata"]
-
-Grid = tuple[int, ...]
-"""(t, h, w) in patches."""
+__all__ = ["Grid", "PackedMetadata"]
 
 Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 16
 _CACHED_GRIDS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class GridArrays:
-    """What one item contributes, with offsets counted from its own first patch.
-
-    Attributes:
-        position_ids: (T, 2) or (T, 3) int64.
-        seqlens: (t,) or (1,) lengths of its full-attention segments.
-        window_index: (M,) int64 order of its merge groups, or ``None`` without windows.
-        window_seqlens: Lengths of its windows, or ``None``.
-        interp_indices: (T, taps) int64, or ``None`` without an interpolated position table.
-        interp_weights: (T, taps) float32, or ``None``.
-    """
-
-    position_ids: npt.NDArray[np.int64]
-    seqlens: tuple[int, ...]
-    window_index: npt.NDArray[np.int64] | None
-    window_seqlens: npt.NDArray[np.int64] | None
-    interp_indices: npt.NDArray[np.int64] | None
-    interp_weights: npt.NDArray[np.float32] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +41,10 @@ class _Field:
     start: int
     stop: int
 
+    def of(self, block: Bytes) -> Array:
+        """The field as a view of `block`."""
+        return np.ndarray(self.shape, _NUMPY[self.dtype], block.data, self.start)
+
 
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
@@ -72,11 +54,14 @@ class PackedMetadata:
 
     def __init__(self, tower: nn.Module) -> None:
         self.merge_size = int(_find(tower, "spatial_merge_size") or 1)
-        self._window_size: Any = _find(tower, "window_size")
-        self._patch_size: Any = _find(tower, "patch_size")
-        self._windows = self._window_size is not None and self._patch_size is not None
+        self._group = self.merge_size**2
+        window, patch = _find(tower, "window_size"), _find(tower, "patch_size")
+        self._window = 0  # side of a window in merge groups
+        if window is not None and patch is not None:
+            self._window = max(1, int(window) // self.merge_size // int(patch))
+        self._per_step = {"cu_seqlens": 1, "cu_window_seqlens": 1, "window_index": self._group}
         self._side = _find(tower, "num_grid_per_side")
-        self._interpolation = {
+        self._interpolation: dict[str, Any] = {
             "mode": _find(tower, "interpolation_mode") or "bilinear",
             "padding": _find(tower, "interpolation_padding") or "border",
             "align_corners": _find(tower, "interpolation_align_corners") is True,
@@ -87,6 +72,7 @@ class PackedMetadata:
         )
         self.arrays = lru_cache(maxsize=_CACHED_GRIDS)(self._arrays)
         self.item = lru_cache(maxsize=4096)(self._item)
+        self._taps = lru_cache(maxsize=_CACHED_GRIDS)(self._axis)
         self._layout = lru_cache(maxsize=256)(self._fields)
         self._is_by_frame = lru_cache(maxsize=4096)(self._compare_with_frames)
 
@@ -96,29 +82,25 @@ class PackedMetadata:
 
     def fill(self, block: Bytes, grids: tuple[Grid, ...], key: GraphKey) -> None:
         """Write the metadata of `grids` into `block`, which has `num_bytes(key)` bytes."""
-        out = {f.name: _view(block, f) for f in self._layout(key)}
         items = [self.arrays(grid) for grid in grids]
-        self._fill_segments(out, grids, items)
-        tokens = 0
-        for item in items:
-            stop = tokens + item.position_ids.shape[0]
-            out["position_ids"][tokens:stop] = item.position_ids
-            if item.interp_indices is not None:
-                out["interp_indices"][tokens:stop] = item.interp_indices
-                out["interp_weights"][tokens:stop] = item.interp_weights
-            tokens = stop
-        out["position_ids"][tokens:] = 0
-        if self._side is not None:
-            out["interp_indices"][tokens:] = 0
-            out["interp_weights"][tokens:] = 0
-        if self._windows:
-            self._fill_windows(out, items)
+        tokens = list(accumulate([t * h * w for t, h, w in grids], initial=0))
+        rest: dict[str, Any] = {"grid_thw": (1, self.merge_size, self.merge_size)}
+        for field in self._layout(key):
+            name, out, start = field.name, field.of(block), 0
+            if name.startswith("cu_"):
+                out[0], out, rest[name] = 0, out[1:], tokens[-1]
+            for item, before in zip(items, tokens, strict=False):
+                stop = start + len(item[name])
+                out[start:stop] = self._shifted(name, item, before)
+                start = stop
+            if start < len(out):
+                is_order = name == "window_index"
+                out[start:] = np.arange(start, len(out)) if is_order else rest.get(name, 0)
 
     def example(self, key: GraphKey) -> Bytes:
         """A block that is valid for `key`: single merge groups as far as the tables reach."""
         block = np.zeros(self.num_bytes(key), dtype=np.uint8)
-        group = self.merge_size**2
-        count = min(key.token_budget // group, *key.segment_capacity)
+        count = min(key.token_budget // self._group, *key.segment_capacity)
         self.fill(block, ((1, self.merge_size, self.merge_size),) * max(1, count), key)
         return block
 
@@ -128,7 +110,7 @@ class PackedMetadata:
             f.name: block[f.start : f.stop].view(f.dtype).view(f.shape) for f in self._layout(key)
         }
         kwargs["max_seqlen"] = key.max_seqlen[0]
-        if self._windows:
+        if self._window:
             kwargs["max_window_seqlen"] = key.max_seqlen[1]
         return kwargs
 
@@ -137,12 +119,10 @@ class PackedMetadata:
         if len(grid) != 3 or min(grid) < 1 or any(side % self.merge_size for side in grid[1:]):
             return None
         arrays = self.arrays(grid)
-        counts, longest = [len(arrays.seqlens)], [max(arrays.seqlens)]
-        if arrays.window_seqlens is not None:
-            counts.append(len(arrays.window_seqlens))
-            longest.append(self._window_area())
-        t, h, w = grid
-        return EncoderItemSpec(t * h * w, tuple(counts), tuple(longest), grid)
+        tokens = len(arrays["position_ids"])
+        counts = [len(ends) for name, ends in arrays.items() if name.startswith("cu_")]
+        longest = [tokens // counts[0], self._window**2 * self._group]
+        return EncoderItemSpec(tokens, tuple(counts), tuple(longest[: len(counts)]), grid)
 
     def parts(self, grid: Grid, max_tokens: int) -> list[Grid] | None:
         """Videos of at most `max_tokens` that in a row are the same to the tower as one of `grid`.
@@ -160,48 +140,38 @@ class PackedMetadata:
         """Whether the metadata of a video is that of its frames as images, one after another."""
         t, h, w = grid
         whole, frame = self.arrays(grid), self.arrays((1, h, w))
-        groups = h * w // self.merge_size**2
-        columns = [
-            (whole.position_ids, frame.position_ids, 0),
-            (whole.window_index, frame.window_index, groups),
-            (whole.window_seqlens, frame.window_seqlens, 0),
-            (whole.interp_indices, frame.interp_indices, 0),
-            (whole.interp_weights, frame.interp_weights, 0),
-        ]
-        return whole.seqlens == frame.seqlens * t and all(
-            np.array_equal(a, np.concatenate([b + i * step for i in range(t)]))
-            for a, b, step in columns
-            if a is not None and b is not None
-        )
-
-    def _window_area(self) -> int:
-        side = int(self._window_size) // self.merge_size // int(self._patch_size)
-        return max(1, side * side) * self.merge_size**2
-
-    def _arrays(self, grid: Grid) -> GridArrays:
-        from transformers import vision_utils
-
-        t, h, w = grid
-        window_index = window_seqlens = indices = weights = None
-        with _on_cpu(), torch.no_grad():
-            thw = torch.tensor([grid], dtype=torch.int64)
-            positions = vision_utils.get_vision_position_ids(
-                thw, self.merge_size, include_temporal=self._include_temporal
+        return all(
+            np.array_equal(
+                values, np.concatenate([self._shifted(name, frame, i * h * w) for i in range(t)])
             )
-            if self._windows:
-                index, cu_windows = vision_utils.get_vision_window_index(
-                    thw, self.merge_size, int(self._window_size), int(self._patch_size)
-                )
-                window_index, window_seqlens = index.numpy(), cu_windows.diff().long().numpy()
-            if self._side is not None:
-                taps = vision_utils.get_vision_interpolation_indices_and_weights(
-                    thw, self._side, spatial_merge_size=self.merge_size, **self._interpolation
-                )
-                indices, weights = (x.numpy() for x in taps)
-        seqlens = (t * h * w,) if self._merge_temporal else (h * w,) * t
-        return GridArrays(
-            positions.numpy(), seqlens, window_index, window_seqlens, indices, weights
+            for name, values in whole.items()
         )
+
+    def _shifted(self, name: str, item: Mapping[str, Array], tokens: int) -> Array:
+        """An array of `item` where it comes after `tokens` tokens of others."""
+        per_step = self._per_step.get(name)
+        return item[name] + tokens // per_step if per_step and tokens else item[name]
+
+    def _arrays(self, grid: Grid) -> dict[str, Array]:
+        """What one item contributes by field, with offsets counted from its own first patch."""
+        t, h, w = grid
+        segments = 1 if self._merge_temporal else t
+        ids = position_ids(grid, self.merge_size, temporal=self._include_temporal)
+        arrays = {
+            "grid_thw": np.array([(1, h, w)] * segments),
+            "cu_seqlens": np.arange(1, segments + 1) * (t * h * w // segments),
+            "position_ids": ids,
+        }
+        if self._window:
+            order, lengths = windows(grid, self.merge_size, self._window)
+            arrays |= {"window_index": order, "cu_window_seqlens": lengths.cumsum()}
+        if self._side is not None:
+            taps = combined_taps(ids, self._side, self._taps(h), self._taps(w))
+            arrays["interp_indices"], arrays["interp_weights"] = taps
+        return arrays
+
+    def _axis(self, size: int) -> tuple[Array, Array]:
+        return axis_taps(size, int(self._side or 0), **self._interpolation)
 
     def _fields(self, key: GraphKey) -> tuple[_Field, ...]:
         tokens, segments = key.token_budget, key.segment_capacity[0]
@@ -212,8 +182,8 @@ class PackedMetadata:
             ("cu_seqlens", (segments + 1,), torch.int32),
             ("position_ids", (tokens, 3 if self._include_temporal else 2), torch.int64),
         ]
-        if self._windows:
-            shapes.append(("window_index", (tokens // self.merge_size**2,), torch.int64))
+        if self._window:
+            shapes.append(("window_index", (tokens // self._group,), torch.int64))
             shapes.append(("cu_window_seqlens", (key.segment_capacity[1] + 1,), torch.int32))
         if self._side is not None:
             shapes.append(("interp_indices", (tokens, taps), torch.int64))
@@ -224,43 +194,6 @@ class PackedMetadata:
             fields.append(_Field(name, shape, dtype, start, stop))
             start = -(-stop // _ALIGNMENT) * _ALIGNMENT
         return tuple(fields)
-
-    def _fill_segments(
-        self, out: dict[str, npt.NDArray[Any]], grids: tuple[Grid, ...], items: list[GridArrays]
-    ) -> None:
-        _fill_cumulative(out["cu_seqlens"], [n for item in items for n in item.seqlens])
-        pairs = zip(grids, items, strict=True)
-        rows = [(1, h, w) for (_, h, w), item in pairs for _ in item.seqlens]
-        out["grid_thw"][:] = (1, self.merge_size, self.merge_size)
-        out["grid_thw"][: len(rows)] = rows
-
-    def _fill_windows(self, out: dict[str, npt.NDArray[Any]], items: list[GridArrays]) -> None:
-        index, groups = out["window_index"], 0
-        for item in items:
-            assert item.window_index is not None
-            stop = groups + len(item.window_index)
-            index[groups:stop] = item.window_index + groups
-            groups = stop
-        index[groups:] = np.arange(groups, len(index))
-        lengths = [item.window_seqlens for item in items if item.window_seqlens is not None]
-        _fill_cumulative(out["cu_window_seqlens"], np.concatenate(lengths) if lengths else [])
-
-
-def _on_cpu() -> AbstractContextManager[Any]:
-    """Within the block tensors are made on the CPU; where they are anyway that costs nothing."""
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-
-
-def _fill_cumulative(out: npt.NDArray[Any], lengths: Any) -> None:
-    """Cumulative `lengths` from 0, the last one repeated to the end: empty segments."""
-    out[0] = 0
-    out[1 : len(lengths) + 1] = np.cumsum(lengths)
-    out[len(lengths) + 1 :] = out[len(lengths)]
-
-
-def _view(block: Bytes, field: _Field) -> npt.NDArray[Any]:
-    part: npt.NDArray[Any] = block[field.start : field.stop].view(_NUMPY[field.dtype])
-    return part.reshape(field.shape)
 
 
 def _find(tower: nn.Module, name: str) -> Any | None:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmgraph.encoders.attention import attention_implementation
 from mmgraph.encoders.calls import CallSignature, wants_attentions
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
 from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
-from mmgraph.encoders.watch import TowerWatch
 from mmgraph.errors import CaptureError, InvalidInputError, UnsupportedModelError
+from mmgraph.modules.attention import attention_implementation
+from mmgraph.modules.watch import TowerWatch
 from mmgraph.ops import VARLEN_ATTENTION, attending
 from mmgraph.preparation import Preparation
 from mmgraph.types import (
@@ -60,15 +60,6 @@ class PackedEncoder(TowerEncoder):
         if isinstance(grid, torch.Tensor) and isinstance(main, torch.Tensor):
             mm_kwargs[_GRID] = grid.to(main.device, non_blocking=True)
         return self.forward(**mm_kwargs)
-
-    def exact_forward(self, **mm_kwargs: Any) -> Any:
-        """Call the tower with one attention call for all segments, whatever it is set to."""
-        with (
-            self.preparation.turns.alone(),
-            attention_implementation(self.tower.module, VARLEN_ATTENTION),
-            attending(choices=self.preparation.attention),
-        ):
-            return super().exact_forward(**mm_kwargs)
 
     def encoder_facts(self) -> EncoderFacts:
         merge = self.metadata.merge_size

@@ -6,18 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from itertools import chain
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from mmgraph.encoders.caches import OwnCaches, private_caches
 from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
-from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
-from mmgraph.encoders.tracing import is_traced
-from mmgraph.encoders.watch import TowerWatch
+from mmgraph.modules.attention import attends_by_segments, attention_implementation
+from mmgraph.modules.caches import OwnCaches, private_caches
+from mmgraph.modules.placement import first_parameter, main_dtype, placement_problem, widened
+from mmgraph.modules.tracing import is_traced
+from mmgraph.modules.watch import TowerWatch
+from mmgraph.ops import VARLEN_ATTENTION, NoSegmentsError, attending
 from mmgraph.preparation import Preparation
 from mmgraph.protocol import HeldMemory
 from mmgraph.types import (
@@ -138,6 +141,14 @@ class TowerEncoder(ABC):
         """Call the tower in eager mode and return its own output."""
         return self.forward(**mm_kwargs)
 
+    def embed_in_float32(self, **mm_kwargs: Any) -> Any:
+        """Call a float32 copy of the tower, which nobody keeps; see ``SupportsReference``."""
+        with self.preparation.turns.together():  # not of what a capture has made of it
+            module = widened(self.tower.module)
+        twin = type(self)(replace(self.tower, module=module), self.method, watch=self.watch)
+        with private_caches(module):  # the tower's own would keep what the copy puts there
+            return twin.embed_multimodal(**mm_kwargs)
+
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
         """Read the items of a call.
 
@@ -172,9 +183,28 @@ class TowerEncoder(ABC):
         return exact_call(mm_kwargs, self.signature, self.device, flags, num_tokens)
 
     def exact_forward(self, **mm_kwargs: Any) -> Any:
-        """Call the tower as ``embed_multimodal`` does, in the way that suits a graph."""
-        # Folding needs to see every operation; compiled code would hide them.
-        return self.preparation.run(lambda: self.embed_multimodal(**mm_kwargs), compiled=False)
+        """Call the tower as ``embed_multimodal`` does, in the way that suits a graph.
+
+        One call attends to all segments, where there are some, whatever the tower is set to.
+        """
+        if self._attends_by_segments:
+            try:
+                with (
+                    self.preparation.turns.alone(),
+                    attention_implementation(self.tower.module, VARLEN_ATTENTION),
+                    attending(choices=self.preparation.attention),
+                ):
+                    return self._prepared_forward(mm_kwargs)
+            except NoSegmentsError:  # it has them in other calls, or in other layers
+                self._attends_by_segments = False
+        return self._prepared_forward(mm_kwargs)
+
+    def _prepared_forward(self, mm_kwargs: Mapping[str, Any]) -> Any:
+        return self.preparation.run(lambda: self.embed_multimodal(**mm_kwargs))
+
+    @cached_property
+    def _attends_by_segments(self) -> bool:
+        return attends_by_segments(self.tower.module)
 
     def rehearse(self, mm_kwargs: Mapping[str, Any]) -> None:
         """Take `mm_kwargs` as what calls look like, so that ``capture()`` records that kind."""
@@ -205,6 +235,11 @@ class TowerEncoder(ABC):
     def on_trial(self) -> bool:
         """Whether a graph has still to be compared with one without the optional steps."""
         return self.preparation.on_trial
+
+    @property
+    def has_options(self) -> bool:
+        """Whether blocks are compiled for graphs."""
+        return self.preparation.no_compile is None
 
     def without_options(self) -> AbstractContextManager[None]:
         """Within the block captures leave out the steps that are on trial."""
@@ -249,18 +284,18 @@ class TowerEncoder(ABC):
         return tuple(parts)
 
     def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
-        module = self.tower.module
-        main, device = mm_kwargs.get(self.signature.main_input), self.device
         if is_traced():
             return Reason.COMPILING
         if self.watch.is_training:
             return Reason.TRAINING
         if self.watch.is_hooked:
             return Reason.HOOKS
+        main, device = mm_kwargs.get(self.signature.main_input), self._probe().device
         if not isinstance(main, torch.Tensor):
             return None  # such a call has been refused
-        values = chain(mm_kwargs.values(), module.parameters())
-        if torch.is_grad_enabled() and any(map(_wants_gradients, values)):
+        if torch.is_grad_enabled() and (
+            self.watch.wants_gradients or any(map(_wants_gradients, mm_kwargs.values()))
+        ):
             return Reason.GRAD
         if device.type == "meta":
             return Reason.PLACEMENT
@@ -287,14 +322,20 @@ class TowerEncoder(ABC):
 
     def _random(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Random numbers like the tower's inputs; the user's generators stay where they are."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
+        generator = self._generator(seed)
+        numbers = torch.randn(*shape, generator=generator, device=generator.device)
+        return numbers.to(self.device, self.dtype)
 
     def _fractions(self, *shape: int, seed: int = 0) -> torch.Tensor:
         """Random numbers in [0, 1), which are 0 for a tower that takes them for integers."""
-        generator = torch.Generator().manual_seed(seed)
-        numbers = torch.rand(*shape, generator=generator) * 0.99  # below 1 in half precision too
+        generator = self._generator(seed)
+        numbers = torch.rand(*shape, generator=generator, device=generator.device)
+        numbers = numbers * 0.99  # below 1 in half precision too
         return numbers.to(self.device, self.dtype)
+
+    def _generator(self, seed: int) -> torch.Generator:
+        device = "cpu" if self.device.type == "meta" else self.device
+        return torch.Generator(device).manual_seed(seed)
 
     def _flags(self) -> tuple[Hashable, ...]:
         flags = () if self._config is None else config_flags(self._config)

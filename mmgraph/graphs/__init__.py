@@ -13,6 +13,8 @@ from mmgraph.graphs.modes import (
     current_forward_context,
     forward_context,
 )
+from mmgraph.graphs.operations import ReadsContents
+from mmgraph.graphs.regions import in_region
 from mmgraph.graphs.segments import BreakableGraph, break_at_modules, eager_break
 from mmgraph.graphs.select import select_backend
 from mmgraph.graphs.trees import Rebuild, flatten
@@ -30,6 +32,7 @@ __all__ = [
     "GraphBackend",
     "GraphLog",
     "HostAccess",
+    "ReadsContents",
     "Rebuild",
     "StaticBuffers",
     "break_at_modules",
@@ -41,5 +44,6 @@ __all__ = [
     "flatten",
     "forward_context",
     "freeze_gc_for_cudagraph_capture",
+    "in_region",
     "select_backend",
 ]

@@ -59,6 +59,11 @@ class GraphBackend(ABC):
         for hook in self.before_capture_ends:
             hook()
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether what a graph took stays with others when it is closed."""
+        return False
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given on the current stream."""

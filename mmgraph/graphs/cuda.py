@@ -99,6 +99,10 @@ class CudaBackend(GraphBackend):
         # Not the device: that includes streams on which other threads may be recording.
         torch.cuda.current_stream(self._device).synchronize()
 
+    @property
+    def keeps_memory(self) -> bool:
+        return self._pool is not None and not self._pool.is_dead
+
     def use_pool(self, pool: Any | None) -> None:
         if pool is not None:
             self._pool = Pool(pool, borrowed=True)

@@ -17,6 +17,7 @@ from mmgraph.graphs.backend import GraphBackend, Runnable
 from mmgraph.graphs.breakable import capture_breakable
 from mmgraph.graphs.folding import Folding
 from mmgraph.graphs.operations import ReadsContents
+from mmgraph.graphs.regions import Regions
 from mmgraph.graphs.segments import BreakableGraph, breaks_at, recording
 from mmgraph.graphs.ways import as_if_capturing
 
@@ -71,18 +72,33 @@ def _captured(
 ) -> BreakableGraph:
     breaks: list[nn.Module] = []
     capturing = False  # the way of a capture reads less on the host
-    with backend.ordered():  # throughout: two captures of one module would mix up their breaks
+    # Throughout: two captures of one module would mix up their breaks; and code that is compiled
+    # in the mode of the warm-ups has to do for the recording.
+    with backend.ordered(), torch.inference_mode(False), torch.no_grad():
         while True:
             folding = Folding(constants)
-            with breaks_at(breaks), as_if_capturing(capturing):
+            regions = Regions(folding)
+            with breaks_at(breaks), as_if_capturing(capturing), regions.open():
                 try:
-                    _observe(run, buffers, folding, warm=bool(breaks))
+                    _observe(run, buffers, folding, regions, warm=bool(breaks))
                 except ReadsContents as error:
                     if capturing:
                         breaks.append(_next_break(error, breaks, max_breaks))
                     capturing = True
                     continue
-                return _record(backend, run, buffers, folding)
+                graph = _record(backend, _following(regions, run), buffers, folding)
+                graph.num_fast = regions.num_fast
+                return graph
+
+
+def _following(regions: Regions, run: Runnable) -> Runnable:
+    """`run`, each time from the first region on."""
+
+    def begun(buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        regions.follow()
+        return run(buffers)
+
+    return begun
 
 
 def _next_break(error: ReadsContents, breaks: list[nn.Module], max_breaks: int) -> nn.Module:
@@ -93,12 +109,17 @@ def _next_break(error: ReadsContents, breaks: list[nn.Module], max_breaks: int) 
 
 
 def _observe(
-    run: Runnable, buffers: Mapping[str, torch.Tensor], folding: Folding, *, warm: bool
+    run: Runnable,
+    buffers: Mapping[str, torch.Tensor],
+    folding: Folding,
+    regions: Regions,
+    *,
+    warm: bool,
 ) -> None:
     try:
         if not warm:  # tables that modules make once and keep are no part of the call
-            with torch.no_grad():
-                run(buffers)
+            run(buffers)
+        regions.observe()
         recording(folding.observer(), lambda: run(buffers))
     except CaptureError:
         raise

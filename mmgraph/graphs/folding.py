@@ -17,7 +17,8 @@ find the last state there instead of the state of that moment; such memory is ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmgraph.errors import CaptureError
 from mmgraph.graphs.backend import CapturedGraph, Runnable
-from mmgraph.graphs.guard import COPIES, INDEXED
+from mmgraph.graphs.guard import COPIES, HOST_READS, INDEXED
 from mmgraph.graphs.operations import (
     ReadsContents,
     Step,
     chosen,
     comes_from_host,
+    draws,
     fresh,
     makes_from_python,
     positions,
@@ -47,7 +49,6 @@ from mmgraph.graphs.trees import storage_of, tensors_in
 __all__ = ["Folding"]
 
 _aten = torch.ops.aten
-_RANDOM = torch.Tag.nondeterministic_seeded
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.is_nonzero.default})
 _SAME_MEMORY = frozenset({_aten.detach.default, _aten.alias.default})
 """No steps: torch adds them to some operations, though not each time."""
@@ -73,6 +74,10 @@ class Folding:
         self.position = 0
         self.used: dict[int, torch.Tensor] = {}
         """Constants that the graph reads; they must live as long as it does."""
+        self.is_observing = False
+        """Whether the first run is going on."""
+        self.num_breaks = 0
+        self._recorder: ModesRecorder | None = None
         self._kept: set[int] = set()
         self._visible: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
@@ -87,7 +92,32 @@ class Folding:
         results = tensors_in([s.out for s in self.steps if s.constant])
         positions = tensors_in([(s.indices, s.values) for s in self.steps])
         self._kept = {storage_of(t) for t in (*results, *positions)} | self._given.keys()
-        return ModesRecorder(inner, _Fold(self), _FoldFunctions(self))
+        self._recorder = ModesRecorder(inner, _Fold(self), _FoldFunctions(self))
+        return self._recorder
+
+    @contextmanager
+    def hidden(self, start: int, end: int, constants: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Within the block the second run does the steps from `start` to `end` as it likes.
+
+        Args:
+            start: Of the steps; the run must have come there.
+            end: The step that follows.
+            constants: What the steps read of constants.
+
+        Raises:
+            CaptureError: The run has come to another step.
+        """
+        if self._recorder is None:  # a run before it is recorded
+            yield
+            return
+        with self._recorder.paused() as was_recording:
+            if was_recording and self.position != start:
+                raise CaptureError("two runs of the same call differ: a block begins elsewhere")
+            if was_recording:
+                self.keep(constants)
+            yield
+            if was_recording:
+                self.position = end
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note those of `tensors` that were given or come from the first run."""
@@ -119,6 +149,10 @@ class Folding:
             if (content and self.constant.pop(storage, None) is not None) or storage in self.read:
                 self.in_graph.add(storage)
 
+    def have_read(self, storages: Iterable[int]) -> None:
+        """Note that something which runs in the graph reads memory, if that holds constants."""
+        self.read |= set(storages) & self.constant.keys()
+
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what the forward gets to see: what factories made in the dispatcher is copied."""
         for tensor in tensors:
@@ -126,6 +160,7 @@ class Folding:
 
     def break_begins(self) -> None:
         """What follows isn't observed: it may read each constant, and write to some."""
+        self.num_breaks += 1
         self.read |= self.constant.keys()
         self._versions = {storage: self._version(storage) for storage in self.constant}
 
@@ -181,17 +216,21 @@ class _Observe(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         lifted = func is _aten.lift_fresh.default  # a tensor from Python's own numbers
-        constant = (lifted or folding.is_constant(inputs)) and _RANDOM not in func.tags
+        random = draws(func, args, kwargs)
+        constant = (lifted or folding.is_constant(inputs)) and not random
         if not constant:
             refuse_reads(func, args, kwargs, folding.is_constant)
         out = func(*args, **kwargs)
         outputs = tensors_in(out)
-        if not constant and func in COPIES and len({t.device.type for t in inputs + outputs}) > 1:
+        moves = func in COPIES and len({t.device.type for t in inputs + outputs}) > 1
+        if moves and not constant:
             raise ReadsContents(str(func))
         step = Step(func, out, constant=constant)
+        step.on_host = lifted or moves or random or func in HOST_READS
         if func in INDEXED:
             step.indices = positions(args, folding.is_constant)
             step.values = uploaded(args, folding.is_constant)
+            step.on_host |= step.indices is not None or step.values is not None
         self._follow_memory(step, args, kwargs, inputs, outputs)
         folding.steps.append(step)
         return out
@@ -201,11 +240,15 @@ class _Observe(TorchDispatchMode):
     ) -> None:
         folding = self._folding
         storages = {storage_of(t) for t in written(step.func, args, kwargs)}
+        given = {storage_of(t) for t in inputs}
+        step.reads = [t for t in inputs if folding.is_constant([t])]
+        step.writes = frozenset(storages)
+        step.makes = frozenset({storage_of(t) for t in outputs} - given)
         if step.constant:
             for tensor in outputs:
                 folding.constant.setdefault(storage_of(tensor), tensor)
         else:
-            folding.read |= {storage_of(t) for t in inputs} & folding.constant.keys()
+            folding.read |= given & folding.constant.keys()
         folding.write(storages, content=not step.constant)
         step.touches = frozenset(storages | {storage_of(t) for t in outputs})
         places = {id(tensor): place for place, tensor in enumerate(inputs)}
@@ -284,6 +327,7 @@ class _ObserveFunctions(_Functions):
         folding.constant[storage_of(out)] = out
         step = Step(func, out, constant=True)
         step.touches = frozenset({storage_of(out)})
+        step.on_host = True
         folding.steps.append(step)
         return out
 
@@ -311,8 +355,10 @@ class _Observer(ModesRecorder):
     def begin(self) -> None:
         self._folding.break_ended()
         super().begin()
+        self._folding.is_observing = True
 
     def end(self) -> CapturedGraph:
+        self._folding.is_observing = False
         segment = super().end()
         self._folding.break_begins()
         return segment

@@ -46,6 +46,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _CONSTANT = _aten.lift_fresh.default
 COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
 INDEXED = frozenset({_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default})
+_WATCHED = HOST_READS | INDEXED | {_CONSTANT}
 
 
 class HostAccess(CaptureError):
@@ -80,20 +81,23 @@ class CaptureGuard(TorchDispatchMode):
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        on_device = any(t.device.type in self._devices for t in _tensors(args, kwargs))
-        if on_device and func in HOST_READS and kwargs.get("output_size") is None:
-            raise HostAccess(f"it reads data on the host, at {func}")
-        if on_device and func in INDEXED and depends_on_mask(args):
-            raise HostAccess(f"the shape of a result depends on data, at {func} with a mask")
-        # torch.tensor(...) copies with all modes off; one on the host may well stay there.
-        if on_device and func is _CONSTANT and "cpu" not in self._devices:
-            raise HostAccess("it makes a tensor on the device from numbers on the host")
+        if func in _WATCHED and self._on_device(args, kwargs):
+            if func in HOST_READS and kwargs.get("output_size") is None:
+                raise HostAccess(f"it reads data on the host, at {func}")
+            if func in INDEXED and depends_on_mask(args):
+                raise HostAccess(f"the shape of a result depends on data, at {func} with a mask")
+            # torch.tensor(...) copies with all modes off; one on the host may well stay there.
+            if func is _CONSTANT and "cpu" not in self._devices:
+                raise HostAccess("it makes a tensor on the device from numbers on the host")
         if func in INDEXED and uploads(args):
             raise HostAccess(f"it uploads positions or values from the host, at {func}")
         output = func(*args, **kwargs)
         if func in COPIES and len({t.device.type for t in _tensors((args, output), kwargs)}) > 1:
             raise HostAccess(f"it copies between host and device, at {func}")
         return output
+
+    def _on_device(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        return any(t.device.type in self._devices for t in _tensors(args, kwargs))
 
 
 def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

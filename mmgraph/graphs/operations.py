@@ -21,6 +21,7 @@ __all__ = [
     "Step",
     "chosen",
     "comes_from_host",
+    "draws",
     "fresh",
     "makes_from_python",
     "positions",
@@ -33,6 +34,7 @@ __all__ = [
 _aten = torch.ops.aten
 _FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 _MASKS = (torch.bool, torch.uint8)
+_RANDOM = torch.Tag.nondeterministic_seeded
 IsConstant = Callable[[Sequence[torch.Tensor]], bool]
 """Whether tensors have the same contents in each replay."""
 
@@ -58,6 +60,15 @@ class Step:
         self.out = out if constant else None  # every activation at once may not fit
         self.constant = constant
         self.touches: frozenset[int] = frozenset()
+        self.writes: frozenset[int] = frozenset()
+        """Memory that it writes to, other than that of new results."""
+        self.makes: frozenset[int] = frozenset()
+        """Memory of its new results."""
+        self.reads: list[torch.Tensor] = []
+        """What it reads of that which is the same in each replay."""
+        self.on_host = False
+        """Whether it reads on the host, moves something between there and the device, or takes
+        random numbers, whose state the host keeps."""
         self.returned: list[int] = []
         """For each result, its place among the inputs, or -1: what is written is returned."""
         self.indices: list[torch.Tensor | int] | None = None
@@ -127,6 +138,17 @@ def _is_fill(args: tuple[Any, ...]) -> bool:
 def chosen(places: Sequence[torch.Tensor | int], indices: Sequence[Any]) -> list[Any]:
     """Put those of `indices` that stay in their places among the others."""
     return [indices[p] if isinstance(p, int) else p for p in places]
+
+
+def draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation takes random numbers; attention doesn't where nothing is dropped."""
+    if _RANDOM not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get(argument.name, 0.0)
+            return bool(given != 0.0)
+    return True
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

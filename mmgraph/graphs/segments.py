@@ -102,6 +102,8 @@ class BreakableGraph(CapturedGraph):
         self._steps = steps
         self._outputs = outputs
         self._kept: tuple[torch.Tensor, ...] = ()
+        self.num_fast: int | None = None
+        """Blocks that were recorded the fast way, where they could be (``regions.py``)."""
         self.num_bytes = sum(s.num_bytes for s in steps if isinstance(s, CapturedGraph))
 
     @property

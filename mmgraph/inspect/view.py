@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from mmgraph.config import GraphConfig
-from mmgraph.encoders import Tower, TowerEncoder, encoder_for, placement_problem
-from mmgraph.encoders.placement import main_dtype
+from mmgraph.encoders import Tower, TowerEncoder, encoder_for
 from mmgraph.errors import UnsupportedModelError
 from mmgraph.graphs import flatten
 from mmgraph.graphs.ways import as_if_capturing
 from mmgraph.manager import EncoderCudaGraphManager
+from mmgraph.modules import placement_problem
+from mmgraph.modules.placement import main_dtype
 from mmgraph.preparation.align import AlignedWeights
 from mmgraph.preparation.blocks import find_blocks
 from mmgraph.types import GraphKey, Refusal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -19,9 +19,11 @@ from mmgraph.graphs import (
 )
 from mmgraph.graphs.backend import Runnable
 from mmgraph.manager.caches import private_caches
+from mmgraph.manager.judge import Judge
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, record_layout
-from mmgraph.manager.verify import largest_error, max_error, shortest
-from mmgraph.protocol import SupportsEncoderCudaGraph, SupportsTrial
+from mmgraph.manager.probes import Probes
+from mmgraph.manager.trial import tried
+from mmgraph.protocol import SupportsEncoderCudaGraph
 from mmgraph.types import EncoderFacts, GraphKey
 
 __all__ = ["Capturer", "Entry"]
@@ -63,6 +65,7 @@ class Capturer:
         model: The encoder.
         facts: What it is.
         backend: Records.
+        probes: What fresh graphs have to answer.
     """
 
     def __init__(
@@ -70,32 +73,17 @@ class Capturer:
         model: SupportsEncoderCudaGraph,
         facts: EncoderFacts,
         backend: GraphBackend,
+        probes: Probes,
     ) -> None:
         self._model = model
         self._facts = facts
         self._backend = backend
+        self._probes = probes
+        self._judge = Judge(model, facts.name)
 
     def capture(self, key: GraphKey, arena: Arena) -> Entry:
         """Capture `key`; the first time also without what is on trial, and keep the faster one."""
-        model = self._model
-        if not (self._backend.is_timed and isinstance(model, SupportsTrial) and model.on_trial):
-            return self._checked(key, arena)
-        with model.without_options():
-            plain = self._checked(key, arena)
-        try:
-            entry = self._checked(key, arena)
-        except CaptureError as error:
-            model.decide(str(error), failed=True)
-            return plain
-        seconds, plain_seconds = (shortest(self._backend, e.graph.replay) for e in (entry, plain))
-        faster = seconds < plain_seconds
-        kept, dropped = (entry, plain) if faster else (plain, entry)
-        kept.compile_seconds = max(0.0, entry.seconds - plain.seconds) if faster else 0.0
-        kept.graph.num_bytes += dropped.graph.num_bytes  # the pool keeps what either took
-        dropped.graph.close()
-        ms, plain_ms = 1e3 * seconds, 1e3 * plain_seconds
-        model.decide(None if faster else f"{ms:.2f} ms, as they are {plain_ms:.2f} ms")
-        return kept
+        return tried(self._model, self._backend, lambda: self._checked(key, arena))
 
     def _checked(self, key: GraphKey, arena: Arena) -> Entry:
         start = time.perf_counter()
@@ -119,40 +107,33 @@ class Capturer:
 
     def _recorded(self, run: Runnable, views: Mapping[str, torch.Tensor]) -> CapturedGraph:
         """A graph of `run`; with tables that are made on the host folded, where there are some."""
-        model = self._model
         try:
             with torch.inference_mode():
                 return self._backend.capture(run, views)
         except HostAccess as error:
-            plain = model.without_options() if isinstance(model, SupportsTrial) else nullcontext()
             try:
-                with plain:
-                    return capture_folded(self._backend, run, views)
+                return capture_folded(self._backend, run, views)
             except ConfigError:  # the backend captures whole graphs only
                 raise error from None
 
     @torch.no_grad()
     def _check(self, entry: Entry, key: GraphKey) -> None:
         """Raise unless a fresh graph answers the encoder's probes as eager mode does."""
-        probes = self._facts.probes
-        if probes is None:
-            return
+
+        def flat(output: Any) -> list[torch.Tensor]:
+            return eager_tensors(output, self._facts, entry.layout)
+
         try:
-            for call in probes(key):
-                eager = eager_tensors(
-                    self._model.embed_multimodal(**call), self._facts, entry.layout
-                )
+            for probe in self._probes.of(key):
+                call = probe.call
+                eager = flat(probe.answer())
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 collector = Collector(entry.layout, batch)
                 with self._backend.ordered():
                     entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
                     collector.add(items, entry.graph.replay())
-                worst = largest_error(collector.results, eager)
-                if not worst <= max_error(eager):
-                    raise CaptureError(
-                        f"its graph differs from eager mode by {worst:.1e} on a probe"
-                    )
+                self._judge.check(call, collector.results, eager, flat)
         except BaseException as error:
             entry.graph.close()
             if isinstance(error, CaptureError) or not isinstance(error, Exception):

@@ -44,6 +44,11 @@ class Changes:
         self._given_up = False
         self._warn_once = WarnOnce(get_logger(__name__))
 
+    @property
+    def holds(self) -> bool:
+        """Whether the memory that graphs read is held, as far as that shows without a look."""
+        return self._held is not None
+
     def may_come_late(self) -> bool:
         """Whether a graph may be replayed before the encoder is compared with what was captured."""
         held = self._held

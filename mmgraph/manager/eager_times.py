@@ -9,11 +9,15 @@ import torch
 
 from mmgraph.graphs import GraphBackend, clean_up
 from mmgraph.graphs.backend import without_frames
+from mmgraph.manager.probes import Probes
 from mmgraph.manager.verify import shortest
 from mmgraph.protocol import SupportsEncoderCudaGraph
 from mmgraph.types import EncoderFacts, GraphKey
 
 __all__ = ["EagerTimes"]
+
+_CLEARLY = 3.0
+"""Times as long as a replay, from which the one run of a check will do for the price."""
 
 
 class EagerTimes:
@@ -24,19 +28,25 @@ class EagerTimes:
     """
 
     def __init__(
-        self, model: SupportsEncoderCudaGraph, facts: EncoderFacts, backend: GraphBackend
+        self,
+        model: SupportsEncoderCudaGraph,
+        facts: EncoderFacts,
+        backend: GraphBackend,
+        probes: Probes,
     ) -> None:
         self.seconds: dict[Hashable, dict[int, float]] = {}
         self._model = model
         self._facts = facts
         self._backend = backend
+        self._probes = probes
 
     @torch.no_grad()
-    def measure(self, key: GraphKey, *, again: bool = False) -> float:
+    def measure(self, key: GraphKey, replay: float, *, again: bool = False) -> float:
         """Time the call that a graph of `key` was checked with, and once the smallest one.
 
         Args:
             key: The graph.
+            replay: Seconds that it takes.
             again: Whether to time what was timed before, and keep the longer time.
 
         Returns:
@@ -47,19 +57,24 @@ class EagerTimes:
         known = self.seconds.setdefault(key.signature, {})
         try:
             if not known:  # what a call costs however small it is
-                self._time(self._smallest(key), known, again=False)
-            return self._time(key, known, again=again)
+                self._time(self._smallest(key), known)
+            return self._time(key, known, replay, again=again)
         except torch.OutOfMemoryError as error:  # the graph is there all the same
             without_frames(error)
+            self._probes.forget()
             clean_up()
             return float("inf")
 
-    def _time(self, key: GraphKey, known: dict[int, float], *, again: bool) -> float:
-        assert self._facts.probes is not None
-        call = self._facts.probes(key)[0]
-        num_tokens = sum(item.num_tokens for item in self._model.item_specs(call).items)
+    def _time(
+        self, key: GraphKey, known: dict[int, float], replay: float = 0.0, *, again: bool = False
+    ) -> float:
+        probe = self._probes.of(key)[0]
+        num_tokens = sum(item.num_tokens for item in self._model.item_specs(probe.call).items)
         if again or num_tokens not in known:
-            seconds = shortest(self._backend, partial(self._model.embed_multimodal, **call))
+            seconds = probe.seconds
+            if seconds is None or seconds < _CLEARLY * replay or not replay or again:
+                run = partial(self._model.embed_multimodal, **probe.call)
+                seconds = shortest(self._backend, run)
             known[num_tokens] = max(seconds, known.get(num_tokens, 0.0))
         return known[num_tokens]
 

@@ -27,7 +27,9 @@ from mmgraph.graphs import (
 from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
 from mmgraph.manager.caches import private_caches
-from mmgraph.manager.verify import largest_error, max_error, shortest
+from mmgraph.manager.judge import Judge
+from mmgraph.manager.trial import tried
+from mmgraph.manager.verify import shortest
 from mmgraph.protocol import SupportsExactGraphs
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
 
@@ -61,7 +63,15 @@ def exact_graphs(
 
 
 class ExactEntry:
-    """A graph of one call with all that belongs to it."""
+    """A graph of one call with all that belongs to it.
+
+    Attributes:
+        graph: The graph.
+        seconds: What the capture took.
+        compile_seconds: What compiled blocks added to that.
+        replay_seconds: What the call takes, where that is measured.
+        eager_seconds: What it takes in eager mode, likewise.
+    """
 
     def __init__(
         self,
@@ -72,6 +82,9 @@ class ExactEntry:
     ) -> None:
         self.graph = graph
         self.seconds = 0.0
+        self.compile_seconds = 0.0
+        self.replay_seconds: float | None = None
+        self.eager_seconds: float | None = None
         self._buffers = buffers
         self._rebuild = rebuild
         self._kept = kept  # what the graph reads and nobody else may hold
@@ -114,6 +127,9 @@ class ExactGraphs:
         self._model = model
         self._name = name
         self._backend = backend
+        self._judge = Judge(model, name)
+        self._nothing_to_try = False
+        """Whether no block was recorded in another way when there was a choice."""
         self.at_once = False
         """Whether a call gets its graph the first time that it comes."""
         self._seen: OrderedDict[GraphKey, Reason | None] = OrderedDict()
@@ -243,7 +259,11 @@ class ExactGraphs:
         try:
             # Plain tensors even inside inference mode: replays write them in every mode.
             with torch.inference_mode(False), torch.no_grad():
-                return self._captured(call)
+                model = None if self._nothing_to_try else self._model
+                entry = tried(model, self._backend, lambda: self._captured(call))
+                self._nothing_to_try = entry.graph.num_fast == 0
+                self._compare_with_eager(entry, call)
+                return entry
         except Exception as caught:
             error = caught
         if ran_out_of_memory(error):
@@ -277,10 +297,11 @@ class ExactGraphs:
         return entry
 
     def _check(self, entry: ExactEntry, call: ExactCall) -> None:
-        """Raise unless the graph equals eager mode on two contents, and is faster."""
+        """Raise unless the graph equals eager mode on two contents."""
         for contents in (call.contents, {n: _varied(t) for n, t in call.contents.items()}):
+            probe = {**contents, **call.others}
             try:  # on copies: the tower may write to what it gets
-                arguments = copied({**contents, **call.others})
+                arguments = copied(probe)
                 eager = flatten(self._model.embed_multimodal(**arguments))[0]
                 with self._backend.ordered():
                     ours = flatten(entry.run(contents))[0]
@@ -288,10 +309,13 @@ class ExactGraphs:
                 raise CaptureError(f"a probe failed: {error}") from error
             if len(ours) != len(eager):
                 raise CaptureError("its graph returns another structure than eager mode")
-            worst = largest_error(ours, eager)
-            if not worst <= max_error(eager):
-                raise CaptureError(f"its graph differs from eager mode by {worst:.1e} on a probe")
-        if self._backend.is_timed:
+            self._judge.check(probe, ours, eager, lambda output: flatten(output)[0])
+
+    def _compare_with_eager(self, entry: ExactEntry, call: ExactCall) -> None:
+        """Raise unless the graph is faster than eager mode; it is closed then."""
+        if not self._backend.is_timed:
+            return
+        try:
             arguments = copied({**call.contents, **call.others})
             ours_s = shortest(self._backend, lambda: entry.run(call.contents))
             eager_s = shortest(self._backend, lambda: self._model.embed_multimodal(**arguments))
@@ -299,6 +323,10 @@ class ExactGraphs:
                 raise _NotFaster(
                     f"its graph takes {1e3 * ours_s:.2f} ms, eager mode {1e3 * eager_s:.2f} ms"
                 )
+            entry.replay_seconds, entry.eager_seconds = ours_s, eager_s
+        except BaseException:
+            entry.graph.close()
+            raise
 
 
 class _NotFaster(CaptureError):

@@ -275,8 +275,17 @@ class EncoderCudaGraphManager:
         with self._lock:
             records = [self._record(key, entry) for key, entry in self._store.entries.items()]
             for key, exact in () if self._exact is None else self._exact.entries.items():
-                replays = self._stats.replays(key)
-                records.append(GraphRecord(key, replays, exact.num_bytes, exact.seconds))
+                records.append(
+                    GraphRecord(
+                        key,
+                        self._stats.replays(key),
+                        exact.num_bytes,
+                        exact.seconds,
+                        exact.compile_seconds,
+                        exact.replay_seconds,
+                        exact.eager_seconds,
+                    )
+                )
             return self._stats.snapshot(tuple(records), self.budgets)
 
     def _record(self, key: GraphKey, entry: Entry) -> GraphRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from mmgraph.manager.prices import Measured, Prices
 from mmgraph.policy import Bin, pack, segment_tier, seqlen_tier
@@ -46,7 +47,7 @@ class Graphs:
         failed: Keys that can't be captured, and why.
         may_capture: Whether a plan may ask for a key that isn't captured yet.
         missing: The reason for eager mode where a key is missing.
-        measured: What graphs and eager mode take.
+        measured: What graphs and eager mode take: another object once graphs came, went or failed.
     """
 
     captured: Collection[GraphKey]
@@ -72,10 +73,13 @@ class Planner:
         self._uniform = uniform
         self._measured: Measured | None = None
         self._known: dict[tuple[Hashable, tuple[int, ...]], Prices] = {}
+        self._same: dict[Hashable, list[GraphKey]] = {}
+        self._chosen: dict[tuple[Hashable, ...], GraphKey | None] = {}
+        self._key_of = lru_cache(maxsize=_REMEMBERED)(self._tightest_key)
 
     def plan(self, batch: EncoderBatch, graphs: Graphs) -> Plan:
         """Divide the items of `batch`; replays may name keys that are still to be captured."""
-        same = [key for key in graphs.captured if key.signature == batch.signature]
+        same = self._of_signature(batch.signature, graphs)
         prices = self._prices_for(batch, same, graphs.measured)
         budgets = self._budgets(batch, same, graphs)
         sizes = [item.num_tokens for item in batch.items]
@@ -84,7 +88,10 @@ class Planner:
         eager: list[Eager] = []
         for bin_ in packing.bins:
             exact = self.key_for(batch, bin_)
-            key = self._choose(exact, same, graphs)
+            chosen = (exact, graphs.may_capture, self.budgets)
+            if chosen not in self._chosen:
+                self._chosen[chosen] = self._choose(exact, same, graphs)
+            key = self._chosen[chosen]
             if key is None:
                 eager.append(Eager(bin_.items, graphs.failed.get(exact, graphs.missing)))
             else:
@@ -99,21 +106,32 @@ class Planner:
 
     def key_for(self, batch: EncoderBatch, bin_: Bin, *, for_any: bool = False) -> GraphKey:
         """The tightest key for the items of `bin_`; `for_any` batch with that many tokens."""
-        items, budget = [batch.items[i] for i in bin_.items], bin_.budget
-        counts = [sum(kind) for kind in zip(*(item.num_segments for item in items), strict=True)]
-        lengths = list(zip(*(item.max_seqlen for item in items), strict=True))
+        items = [batch.items[i] for i in bin_.items]
+        counts = map(sum, zip(*[item.num_segments for item in items], strict=True))
+        lengths = zip(*[item.max_seqlen for item in items], strict=True)
+        kinds = [(n, min(kind), max(kind)) for n, kind in zip(counts, lengths, strict=True)]
+        return self._key_of(bin_.budget, tuple(kinds), batch.signature, for_any)
+
+    def _tightest_key(
+        self,
+        budget: int,
+        kinds: tuple[tuple[int, int, int], ...],
+        signature: Hashable,
+        for_any: bool,
+    ) -> GraphKey:
+        """The key for segments of these `kinds`: number, shortest and longest of each."""
         uniform = [
-            self._uniform and not for_any and min(kind) == max(kind) and n * max(kind) == budget
-            for n, kind in zip(counts, lengths, strict=True)
+            self._uniform and not for_any and shortest == longest and n * longest == budget
+            for n, shortest, longest in kinds
         ]
         if uniform[:1] != [True]:  # full attention comes first; windows alone aren't worth it
             uniform = [False] * len(uniform)
-        kinds = list(zip(counts, map(max, lengths), uniform, strict=True))
+        bounds = [(n, longest, same) for (n, _, longest), same in zip(kinds, uniform, strict=True)]
         return GraphKey(
             token_budget=budget,
-            segment_capacity=tuple(n if same else segment_tier(n) for n, _, same in kinds),
-            max_seqlen=tuple(k if same else seqlen_tier(k, budget) for _, k, same in kinds),
-            signature=batch.signature,
+            segment_capacity=tuple(n if same else segment_tier(n) for n, _, same in bounds),
+            max_seqlen=tuple(k if same else seqlen_tier(k, budget) for _, k, same in bounds),
+            signature=signature,
             uniform=tuple(uniform) if any(uniform) else (),
         )
 
@@ -135,13 +153,24 @@ class Planner:
         }
         return tuple(sorted({*self.budgets, *extra}))
 
+    def _of_signature(self, signature: Hashable, graphs: Graphs) -> list[GraphKey]:
+        """Keys of the graphs for calls of `signature`.
+
+        What is remembered stays as long as there are the same graphs and nothing more is measured.
+        """
+        most = max(len(self._chosen), len(self._known), len(self._same))
+        if graphs.measured is not self._measured or most > _REMEMBERED:
+            self._measured = graphs.measured
+            for remembered in (self._known, self._same, self._chosen):
+                remembered.clear()
+        if signature not in self._same:
+            self._same[signature] = [k for k in graphs.captured if k.signature == signature]
+        return self._same[signature]
+
     def _prices_for(
         self, batch: EncoderBatch, same: Sequence[GraphKey], measured: Measured
     ) -> Prices:
-        """Prices for batches like this one; they stay as long as nothing more is measured."""
-        if measured is not self._measured or len(self._known) > _REMEMBERED:
-            self._measured = measured
-            self._known.clear()
+        """Prices for batches like this one."""
         longest = tuple([max(k) for k in zip(*(i.max_seqlen for i in batch.items), strict=True)])
         known = self._known.get((batch.signature, longest))
         if known is None:

@@ -64,18 +64,23 @@ class Plans:
         """Forget all plans."""
         self._known.clear()
 
-    def known(self, batch: EncoderBatch) -> Plan | None:
-        """The plan of a batch that came before, if it is all replays and nothing is to be captured.
+    def ready(self, batch: EncoderBatch) -> Plan | None:
+        """The plan of a batch, if it is all replays of graphs that are there, and none is due.
 
         Nothing is counted: :meth:`used` does that, and where there is none :meth:`plan`.
         """
         known = self._known.get(batch)
-        if known is None or known.waiting or known.plan.eager or not known.plan.replays:
+        if known is None:
+            plan = self._planner.plan(batch, self._graphs(may_capture=True))
+            captured = all(replay.key in self._store.entries for replay in plan.replays)
+            is_ready = captured and plan.replays and not plan.eager
+            return self._remember(batch, plan, uses=0) if is_ready else None
+        if known.waiting or known.plan.eager or not known.plan.replays:
             return None
         return None if known.uses + 1 == self._config.exact_after else known.plan
 
     def used(self, batch: EncoderBatch) -> None:
-        """Count that a known plan has served."""
+        """Count that a plan that was ready has served."""
         known = self._known[batch]
         known.uses += 1
         self._demand.call()

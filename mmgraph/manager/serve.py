@@ -94,14 +94,11 @@ class Server:
     def serve(self, mm_kwargs: Mapping[str, Any]) -> _Served:
         """The output for a call, with its items and where they lie in it, as far as it was read."""
         self._stats.called()
-        read: EncoderBatch | Refusal | None = None
-        long = self._closed or self._debug or self._backend.busy()
-        if not long and self._changes.may_come_late():
-            read = self._read(mm_kwargs)
-            served = self._serve_known(mm_kwargs, read)
-            if served is not None:
-                return served
-        return self._serve_any(mm_kwargs, read)
+        if not self._changes.holds or self._closed or self._debug or self._backend.busy():
+            return self._serve_any(mm_kwargs)
+        read = self._read(mm_kwargs)
+        served = self._serve_known(mm_kwargs, read)
+        return self._serve_any(mm_kwargs, read) if served is None else served
 
     def _read(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch | Refusal:
         """The items of a call, or why no budget can serve it."""
@@ -125,7 +122,7 @@ class Server:
         if self._config.mode == "piecewise":
             return self._serve_known_exactly(mm_kwargs, Refusal(Reason.PIECEWISE, read))
         with self._lock:
-            plan = self._plans.known(read) if self._may_replay_first() else None
+            plan = self._plans.ready(read) if self._may_replay_first() else None
             if plan is None:
                 return None
             layout = self._store.entries[plan.replays[0].key].layout
@@ -169,7 +166,8 @@ class Server:
     ) -> _Served:
         """Serve a call in whatever way there is, with `read` as what it holds, if that is known."""
         distrust = self._closed or self._distrust()
-        read = self._read(mm_kwargs) if read is None else read
+        if read is None or not self._changes.may_come_late():  # read of the encoder as it was
+            read = self._read(mm_kwargs)
         if not isinstance(read, Refusal):
             self._seen(read)
             if self._wants_gradients(mm_kwargs):

@@ -14,6 +14,7 @@ from mmgraph.manager.capture import Capturer, Entry
 from mmgraph.manager.eager_times import EagerTimes
 from mmgraph.manager.limit import Limit
 from mmgraph.manager.prices import Measured
+from mmgraph.manager.probes import Probes
 from mmgraph.manager.ranges import Ranges
 from mmgraph.manager.verify import shortest
 from mmgraph.policy import segment_tier
@@ -36,6 +37,7 @@ class GraphStore:
         arenas: Static buffers by call signature, each at its largest size.
         backend: Captures the graphs.
         device: Where the buffers are.
+        probes: What fresh graphs have to answer.
         eager_times: What calls take in eager mode.
         limit: How much memory there may be, and who else uses some of it.
     """
@@ -58,8 +60,9 @@ class GraphStore:
         self._model = model
         self._facts = facts
         self._largest_budget = largest_budget
-        self._capturer = Capturer(model, facts, backend)
-        self.eager_times = EagerTimes(model, facts, backend)
+        self.probes = Probes(model, facts, backend)
+        self._capturer = Capturer(model, facts, backend, self.probes)
+        self.eager_times = EagerTimes(model, facts, backend, self.probes)
         self.limit = Limit(max_bytes)
         self._retained = 0
         self._measured: Measured | None = None
@@ -104,6 +107,7 @@ class GraphStore:
         for key, reason in list(self.failed.items()):
             if key.token_budget not in budgets or reason in _NO_ROOM:
                 del self.failed[key]
+        self._measured = None
         return gone
 
     def drop(self, key: GraphKey, reason: Reason) -> None:
@@ -150,10 +154,11 @@ class GraphStore:
         """
         entry = self.entries[key]
         with self.backend.ordered():
-            if self._facts.probes is None:
+            probes = self.probes.of(key)
+            if not probes:
                 self._arena(key).views(self._model.capture_inputs(key))  # fills them
             else:
-                call = self._facts.probes(key)[0]
+                call = probes[0].call
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
@@ -161,9 +166,14 @@ class GraphStore:
 
     def capture(self, key: GraphKey) -> CaptureError | None:
         """Capture `key`; on failure remember that, warn once and return the error."""
+        with self.probes.remembered():
+            return self._capture(key)
+
+    def _capture(self, key: GraphKey) -> CaptureError | None:
         self.failed.pop(key, None)
         with self._range("capture", key):
             error = self.attempt(key)
+        self._measured = None
         if error is None:
             error = self._refused(key) if self.is_over else self._measured_or_freed(key)
         else:
@@ -197,7 +207,7 @@ class GraphStore:
 
     @property
     def measured(self) -> Measured:
-        """What graphs and eager mode were measured to take; the same object until that changes."""
+        """What graphs and eager mode were measured to take; the same object until graphs change."""
         if self._measured is None:
             seconds = {key: entry.replay_seconds for key, entry in self.entries.items()}
             replays = {key: s for key, s in seconds.items() if s is not None}
@@ -225,9 +235,9 @@ class GraphStore:
         if not self.backend.is_timed:
             return
         seconds = self.seconds(key)
-        if self.eager_times.measure(key) < seconds:  # rare: not for a moment's hitch
+        if self.eager_times.measure(key, seconds) < seconds:  # rare: not for a moment's hitch
             seconds = min(seconds, self.seconds(key))
-            self.eager_times.measure(key, again=True)
+            self.eager_times.measure(key, seconds, again=True)
         self.entries[key].replay_seconds = seconds
         self._measured = None
 
@@ -248,6 +258,7 @@ class GraphStore:
             self.arenas.pop(key.signature, None)  # buffers that no graph reads
         if ran_out_of_memory(error):
             without_frames(error)
+            self.probes.forget()
             clean_up()
         return error
 

@@ -10,7 +10,7 @@ import torch
 
 from mmgraph.graphs import GraphBackend
 
-__all__ = ["largest_error", "max_error", "shortest"]
+__all__ = ["in_half", "largest_error", "max_error", "relative_error", "shortest"]
 
 _FLOAT32 = 1e-3
 _HALF = 0.1
@@ -24,13 +24,17 @@ def largest_error(ours: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -
 
     Tensors that hold no floating-point numbers must be equal.
     """
-    return max(_error(a, b) for a, b in zip(ours, eager, strict=True))
+    return max(relative_error(a, b) for a, b in zip(ours, eager, strict=True))
 
 
 def max_error(eager: Sequence[torch.Tensor]) -> float:
     """What rounding may account for: two kernels in half precision are rarely 5 % apart."""
-    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in eager)
-    return _HALF if narrow else _FLOAT32
+    return _HALF if in_half(eager) else _FLOAT32
+
+
+def in_half(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor is in half precision."""
+    return any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors)
 
 
 def shortest(backend: GraphBackend, run: Callable[[], Any]) -> float:
@@ -46,7 +50,11 @@ def shortest(backend: GraphBackend, run: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Error of `a` against `b` in the Frobenius norm; infinite where NaNs or shapes differ.
+
+    Of tensors that hold no floating-point numbers it is 0 or infinite.
+    """
     if a.shape != b.shape or not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
     if not torch.equal(a.isnan(), b.isnan()):

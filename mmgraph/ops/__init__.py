@@ -4,6 +4,7 @@ from mmgraph.ops.choice import AttentionChoice, AttentionShape, attending
 from mmgraph.ops.linear import linear_gelu
 from mmgraph.ops.varlen import (
     VARLEN_ATTENTION,
+    NoSegmentsError,
     register_varlen_attention,
     varlen_attention,
     varlen_attention_reference,
@@ -13,6 +14,7 @@ __all__ = [
     "VARLEN_ATTENTION",
     "AttentionChoice",
     "AttentionShape",
+    "NoSegmentsError",
     "attending",
     "linear_gelu",
     "register_varlen_attention",

@@ -21,6 +21,7 @@ from mmgraph.ops.choice import attend, dense_attention, is_uniform
 
 __all__ = [
     "VARLEN_ATTENTION",
+    "NoSegmentsError",
     "register_varlen_attention",
     "varlen_attention",
     "varlen_attention_reference",
@@ -31,6 +32,10 @@ VARLEN_ATTENTION = "mmgraph_flash_varlen"
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_MAX_HEAD_DIM = 256
+
+
+class NoSegmentsError(ValueError):
+    """A tower calls :data:`VARLEN_ATTENTION` without segments."""
 
 
 def varlen_attention(
@@ -151,8 +156,8 @@ def _attention_interface(
 ) -> tuple[torch.Tensor, None]:
     """Adapt to transformers' ``AttentionInterface``: (1, H, T, K) in, (1, T, H, K) out."""
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
-        raise ValueError(
-            f"{VARLEN_ATTENTION} serves packed towers only: it needs cu_seq_lens_q and "
+        raise NoSegmentsError(
+            f"{VARLEN_ATTENTION} attends within segments only: it needs cu_seq_lens_q and "
             "max_length_q, and takes no attention mask"
         )
     groups = query.shape[1] // key.shape[1]

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from mmgraph.graphs import in_region
 from mmgraph.preparation.reductions import rows_at_once
 
 __all__ = ["compiled_blocks", "find_blocks"]
@@ -44,9 +46,10 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 def compiled_blocks(module: nn.Module) -> Iterator[int]:
     """Within the block the blocks of `module` run compiled; gives how many they are."""
     blocks = [b for b in find_blocks(module) if "forward" not in b.__dict__]
+    compiled = _Compiled()
     try:
         for block in blocks:
-            block.__dict__["forward"] = _compile(block)
+            block.__dict__["forward"] = compiled.forward(block)
         # Blocks that don't share code would be compiled one by one, for minutes: an error instead.
         limit = _MAX_COMPILES * max(1, len(set(map(_widths, blocks))))
         with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
@@ -61,16 +64,31 @@ def _widths(block: nn.Module) -> tuple[torch.Size, ...]:
     return tuple(parameter.shape for parameter in block.parameters())
 
 
-def _compile(block: nn.Module) -> Any:
-    forward = block.forward
-    compiled = torch.compile(forward, dynamic=True)
+class _Compiled:
+    """Compiled code by function: to have it for each block anew takes some milliseconds each."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # Under a dispatch mode (the guard before a capture) the compiler gives up on the code for
-        # good, and what the mode is there to see would be hidden from it anyway.
-        if _get_current_dispatch_mode() is not None:
-            return forward(*args, **kwargs)
-        with rows_at_once():
-            return compiled(*args, **kwargs)
+    def __init__(self) -> None:
+        self._by_function: dict[Any, Any] = {}
 
-    return run
+    def forward(self, block: nn.Module) -> Any:
+        """What runs in place of the forward of `block`."""
+        forward = block.forward
+        function = getattr(forward, "__func__", None)
+        if (
+            function is None or getattr(forward, "__self__", None) is not block
+        ):  # no method of its own
+            compiled = torch.compile(forward, dynamic=True)
+        else:
+            if function not in self._by_function:
+                self._by_function[function] = torch.compile(function, dynamic=True)
+            compiled = partial(self._by_function[function], block)
+
+        def fast(*args: Any, **kwargs: Any) -> Any:
+            # Under a dispatch mode (the guard before a capture) the compiler gives up on the code
+            # for good, and what the mode is there to see would be hidden from it anyway.
+            if _get_current_dispatch_mode() is not None:
+                return forward(*args, **kwargs)
+            with rows_at_once():
+                return compiled(*args, **kwargs)
+
+        return lambda *args, **kwargs: in_region(forward, fast, args, kwargs)

@@ -1,13 +1,15 @@
-"""Patch embeddings of packed towers as what they are: one matrix product.
+"""Patch embeddings as what they are: one matrix product.
 
 A packed tower gets its patches cut already, views each as a small picture and runs a convolution
 whose kernel is exactly that size. cuDNN takes 264 us for what a GEMM of the same numbers does in a
-few (H200, Qwen2.5-VL, 1024 patches). The weights stay the user's own, by address.
+few (H200, Qwen2.5-VL, 1024 patches). A tower of rows gets pictures, and cuDNN brings them into
+another layout, convolves, and brings them back: 570 of 5,720 us for 64 pictures in ViT-B/16. To cut
+them is one copy. The weights stay the user's own, by address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeGuard
@@ -18,10 +20,12 @@ from torch.nn import functional as F
 
 __all__ = ["linear_patch_embeddings"]
 
+_MOST_CHANNELS = 4
+
 
 @contextmanager
 def linear_patch_embeddings(module: nn.Module) -> Iterator[None]:
-    """Within the block convolutions that see one patch at a time run as matrix products."""
+    """Within the block convolutions that see each patch once run as matrix products."""
     found = [m for m in module.modules() if _may_see_patches(m)]
     try:
         for convolution in found:
@@ -40,8 +44,34 @@ def _may_see_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
     return plain and still and set(module.padding) == {0}
 
 
-def _forward(convolution: nn.Conv2d | nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
-    if tuple(patches.shape[2:]) != convolution.kernel_size:
-        return convolution._conv_forward(patches, convolution.weight, convolution.bias)
-    output = F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
-    return output.unflatten(1, (-1, *(1 for _ in convolution.kernel_size)))
+def _forward(convolution: nn.Conv2d | nn.Conv3d, pictures: torch.Tensor) -> torch.Tensor:
+    kernel = convolution.kernel_size
+    sizes = tuple(pictures.shape[2:])
+    if pictures.dim() == len(kernel) + 2 and sizes == kernel:
+        return _product(convolution, pictures.flatten(1)).unflatten(1, (-1, *(1 for _ in kernel)))
+    counts = [size // side for size, side in zip(sizes, kernel, strict=False)]
+    if not _are_pixels(convolution) or pictures.dim() != len(kernel) + 2 or not all(counts):
+        return convolution._conv_forward(pictures, convolution.weight, convolution.bias)
+    # (B, D, h, w) as a view of (B, h, w, D), which the tower makes of it anyway.
+    output = _product(convolution, _cut(pictures, counts, kernel))
+    return output.unflatten(0, (-1, *counts)).movedim(-1, 1)
+
+
+def _product(convolution: nn.Conv2d | nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
+    return F.linear(patches, convolution.weight.flatten(1), convolution.bias)
+
+
+def _are_pixels(convolution: nn.Conv2d | nn.Conv3d) -> bool:
+    """Whether a convolution reads pictures: between features cuDNN is no slower."""
+    return convolution.in_channels <= _MOST_CHANNELS
+
+
+def _cut(pictures: torch.Tensor, counts: Sequence[int], kernel: Sequence[int]) -> torch.Tensor:
+    """Patches of (B, C, H, W) as rows of (C, h, w) each; what is left at the edges is no patch."""
+    rest = pictures
+    for dim, (count, side) in enumerate(zip(counts, kernel, strict=True)):
+        place = 2 + 2 * dim
+        rest = rest.narrow(place, 0, count * side).unflatten(place, (count, side))
+    places = range(2, rest.dim(), 2)
+    rest = rest.permute(0, *places, 1, *(place + 1 for place in places))
+    return rest.reshape(rest.shape[: 1 + len(kernel)].numel(), -1)

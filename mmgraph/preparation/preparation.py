@@ -85,13 +85,10 @@ class Preparation:
         self.on_trial = self.no_compile is None
         """Whether it is still to be shown that compiled blocks are right and faster."""
 
-    def run(self, forward: Callable[[], _Output], *, compiled: bool = True) -> _Output:
-        """Call the tower with all steps in force; a compile that fails is given up for good.
-
-        Without `compiled`, with all but that one.
-        """
+    def run(self, forward: Callable[[], _Output]) -> _Output:
+        """Call the tower with all steps in force; a compile that fails is given up for good."""
         left_out = threading.get_ident() in self._without_compile
-        if self.no_compile is not None or left_out or not compiled:
+        if self.no_compile is not None or left_out:
             with self._applied(compiled=False):
                 return forward()
         try:

@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 
 import mmgraph
 from mmgraph import GraphConfig, Handle, Reason
-from mmgraph.encoders import TowerWatch
+from mmgraph.modules import TowerWatch
 from mmgraph.preparation import Turns
 from mmgraph.recipes import load_recipe
 

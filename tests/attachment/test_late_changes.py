@@ -15,10 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel, ViTConfig
 
 import mmgraph
-from mmgraph import GraphConfig
-from mmgraph.encoders import TowerWatch, eager_towers, encoder_for, find_towers
+from mmgraph import GraphConfig, Reason
+from mmgraph.encoders import eager_towers, encoder_for, find_towers
 from mmgraph.graphs import CapturedGraph
 from mmgraph.manager.changes import Changes
+from mmgraph.modules import TowerWatch
 from mmgraph.preparation import Turns, find_blocks
 from mmgraph.recipes import load_recipe
 from tests.attachment.test_changes import answer, assert_right, linear, pixels, set_data
@@ -78,6 +79,53 @@ def test_the_tower_is_looked_at_while_the_replay_runs(tower: nn.Module, order: l
         tower.to(torch.float64).to(torch.float32)
         answer(tower, x)
         assert order[0] == "look", "its memory has been let go"
+
+
+@torch.no_grad()
+def test_a_size_that_never_came_is_replayed_first_where_its_graph_is_there(
+    order: list[str],
+) -> None:
+    tower: Any = load_recipe("qwen2_5_vl:tiny").build_encoder()
+    (found,) = find_towers(tower)
+    width = encoder_for(found).example_call()["hidden_states"].shape[-1]
+
+    def call(*grids: list[int]) -> torch.Tensor:
+        rows = sum(h * w for _, h, w in grids)
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+        output: torch.Tensor = tower(x, grid_thw=torch.tensor(grids)).last_hidden_state
+        return output
+
+    config = GraphConfig(token_budgets=(64, 128), max_items=2, capture="upfront")
+    with mmgraph.attach(tower, config) as handle:
+        for grids in ([[1, 4, 6]], [[1, 8, 6]], [[1, 4, 4], [1, 4, 6]]):
+            before = handle.stats().hits
+            order.clear()
+            output = call(*grids)
+            assert order == ["replay", "look"]
+            assert handle.stats().hits == before + len(grids)
+            with eager_towers():
+                torch.testing.assert_close(output, call(*grids), rtol=1e-4, atol=1e-5)
+        set_data(tower)
+        order.clear()
+        output = call([1, 6, 6])
+        assert order[:2] == ["replay", "look"]
+        with eager_towers():
+            torch.testing.assert_close(output, call([1, 6, 6]), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_a_replaced_layer_wants_are_noticed_after_a_replay() -> None:
+    tower = load_recipe("siglip:tiny").build_encoder().requires_grad_(False)
+    with mmgraph.attach(tower, CONFIG) as handle:
+        for _ in range(3):
+            answer(tower, pixels(tower))
+        layer = linear(tower)
+        assert handle.stats().misses == {}
+        for module in tower.modules():
+            for name, child in module._modules.items():
+                if child is layer:
+                    module._modules[name] = copy.deepcopy(layer).requires_grad_(True)
+        assert answer(tower, pixels(tower)).requires_grad
+        assert list(handle.stats().misses) == [Reason.GRAD]
 
 
 @torch.no_grad()

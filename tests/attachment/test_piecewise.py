@@ -18,6 +18,8 @@ from mmgraph.bench.inputs import ItemSize, on_host, tower_inputs
 from mmgraph.encoders import eager_towers
 from mmgraph.recipes import list_recipes, load_recipe
 from tests.contract.cases import PACKED_FAMILIES, PACKED_SIZES, Case, error, tensors
+from tests.registry.build import build
+from tests.registry.entries.alone import ENTRIES as ALONE
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CALLS = 3
@@ -179,8 +181,25 @@ def test_a_tower_with_declared_inputs_replays_from_the_second_call_on(
                 assert stats.hits - before.hits == i * len(items)
                 assert stats.items - before.items == (i + 1) * len(items)
         assert len(handle.stats().graphs) == 2
+        assert ("blocks compiled" in handle.report()) == (device == "cuda")
     assert tower.__dict__ == attributes
 
 
 def test_there_are_towers_with_declared_inputs() -> None:
     assert {"gemma4:tiny", "mistral3:tiny", "qwen3_asr:tiny", "video_llama_3:tiny"} <= set(DECLARED)
+
+
+@torch.no_grad()
+def test_a_tower_that_has_segments_in_other_calls_only(device: str) -> None:
+    """RADIO's attention takes the lengths of several images, and none for images of one size."""
+    (entry,) = (e for e in ALONE if e.model == "radio")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tower = build(entry, dtype).to(device)
+    with mmgraph.attach(tower, PIECEWISE) as handle:
+        for _ in range(CALLS):
+            pixels = torch.randn(2, 3, 64, 64, device=device, dtype=dtype)
+            output = tensors(tower(pixels))
+            with eager_towers():
+                eager = tensors(tower(pixels))
+            assert max(map(error, output, eager)) <= limit_on(device)
+        assert handle.stats().hits == 2 * (CALLS - 1)

@@ -147,13 +147,14 @@ class Case:
         """The bound of docs/design.md for one call.
 
         In half precision two right answers differ by their rounding, and the ratio of two such
-        errors over few numbers is itself random: hence the term that shrinks with their count.
+        errors over few numbers is itself random: hence the terms that shrink with their count. The
+        second is for single rows, whose numbers don't err independently.
         """
         for verdict in self.judge(output, eager, call):
             if self.device.type == "cpu":
                 assert verdict.against_eager <= 1e-5, verdict
             else:
-                slack = 1.10 + 4 / verdict.numel**0.5
+                slack = 1.10 + 4 / verdict.numel**0.5 + 16 / verdict.numel
                 assert verdict.of_graph <= slack * verdict.of_eager, verdict
 
     def assert_as_exact_as_eager(self, verdicts: Sequence[Sequence[Judgement]]) -> None:

@@ -688,9 +688,8 @@ def test_threads_capture_different_modules_at_once(device: str) -> None:
                 together.wait(timeout=60)
             return y * 2 if float(y.sum()) > 0 else y - 1
 
-    def work(scale: float) -> None:
+    def work(scale: float, x: torch.Tensor) -> None:
         try:
-            x = torch.rand(4, 8, device=device)
             tower = Around(nn.Sequential(Waits(), Root(lambda y: y * scale)))
             graph = capture(select_backend("auto", torch.device(device)), tower, x)
             made.append((graph, tower, x))
@@ -699,7 +698,9 @@ def test_threads_capture_different_modules_at_once(device: str) -> None:
             failures.append(error)
 
     waiting, made = device == "cpu", list[tuple[BreakableGraph, nn.Module, torch.Tensor]]()
-    threads = [threading.Thread(target=work, args=(scale,)) for scale in (2.0, 3.0)]
+    # torch draws no random numbers on a device while another thread's capture has its generator.
+    inputs = [(scale, torch.rand(4, 8, device=device)) for scale in (2.0, 3.0)]
+    threads = [threading.Thread(target=work, args=given) for given in inputs]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -699,11 +699,17 @@ def test_floats_are_contents_and_small_whole_numbers_belong_to_the_key() -> None
 
 
 def test_large_tensors_of_whole_numbers_are_contents() -> None:
-    small, large = (torch.zeros(1 << 16, dtype=torch.int64), torch.zeros((1 << 16) + 1).int())
+    """The mask of 64 clips of 30 s, in frames of 10 ms, isn't large yet."""
+    small, large = torch.ones(64, 3000).int(), torch.zeros((1 << 20) + 1).int()
     call = taken_apart(sizes=small, mask=large)
     assert sorted(call.contents) == ["mask", "pixels"]
     assert taken_apart(sizes=small, mask=large + 1).key == call.key
     assert taken_apart(sizes=small + 1, mask=large).key != call.key
+
+
+def test_a_main_input_of_whole_numbers_is_contents_earlier() -> None:
+    pixels = torch.zeros(3, 224, 224, dtype=torch.uint8)
+    assert list(taken_apart(pixels=pixels).contents) == ["pixels"]
 
 
 def test_a_tensor_that_is_a_view_counts_as_what_it_holds() -> None:

@@ -165,7 +165,7 @@ STEPS = [
     "mmgraph.manager.eager_times.shortest",
     "mmgraph.manager.capture.private_caches",
     "mmgraph.manager.capture.record_layout",
-    "mmgraph.manager.capture.largest_error",
+    "mmgraph.manager.judge.largest_error",
     "tests.manager.engine.EngineEncoder.capture_inputs",
 ]
 

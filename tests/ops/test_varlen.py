@@ -195,7 +195,7 @@ def test_the_interface_gives_each_group_of_heads_its_key(kv_heads: int) -> None:
     ],
 )
 def test_the_interface_refuses_what_is_not_packed(kwargs: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"^{VARLEN_ATTENTION} serves packed towers only"):
+    with pytest.raises(ValueError, match=f"^{VARLEN_ATTENTION} attends within segments only"):
         interface(tensors(8), **kwargs)
 
 

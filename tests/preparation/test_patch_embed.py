@@ -12,9 +12,14 @@ from mmgraph.recipes import load_recipe
 PATCHES = {
     "Conv3d of Qwen": (nn.Conv3d(3, 16, (2, 4, 4), (2, 4, 4), bias=False), (5, 3, 2, 4, 4)),
     "Conv2d with a bias": (nn.Conv2d(3, 16, 4, 4), (5, 3, 4, 4)),
+    "pictures": (nn.Conv2d(3, 16, 4, 4), (5, 3, 8, 12)),
+    "pictures with an edge": (nn.Conv2d(3, 16, (4, 3), (4, 3)), (5, 3, 11, 8)),
+    "frames": (nn.Conv3d(1, 16, (2, 4, 4), (2, 4, 4)), (5, 1, 6, 8, 4)),
+    "one channel": (nn.Conv2d(1, 16, 4, 4), (1, 1, 8, 8)),
 }
 LEFT_ALONE = {
-    "an image": (nn.Conv2d(3, 16, 4, 4), (5, 3, 8, 8)),
+    "features": (nn.Conv2d(8, 16, 2, 2), (5, 8, 8, 8)),
+    "no batch": (nn.Conv2d(3, 16, 4, 4), (3, 8, 8)),
     "padding": (nn.Conv2d(3, 16, 4, 4, padding=2), (5, 3, 4, 4)),
     "groups": (nn.Conv2d(4, 16, 4, 4, groups=2), (5, 4, 4, 4)),
     "dilation": (nn.Conv2d(3, 16, 2, 2, dilation=2), (5, 3, 4, 4)),
@@ -49,6 +54,20 @@ def test_any_other_convolution_is_left_alone(name: str) -> None:
     with linear_patch_embeddings(layer):
         assert torch.equal(layer(x), expected)
         assert "aten::convolution" in operations(layer, x)
+
+
+@torch.no_grad()
+def test_pictures_in_another_layout_come_out_the_same() -> None:
+    layer = nn.Conv2d(3, 16, 4, 4)
+    x = torch.randn(2, 3, 8, 12).to(memory_format=torch.channels_last)
+    expected = layer(x)
+    with linear_patch_embeddings(layer):
+        output = layer(x)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        rows = output.flatten(2).transpose(1, 2)
+        assert rows.is_contiguous()  # what towers do with it takes no copy
+        with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+            layer(torch.randn(2, 3, 3, 12))  # as the convolution has it
 
 
 def test_an_error_inside_takes_it_back() -> None:

@@ -261,10 +261,10 @@ def test_a_compiler_that_gives_up_on_a_later_size_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def compiled(forward: Any, **_: Any) -> Any:
-        def run(x: torch.Tensor) -> Any:
+        def run(block: nn.Module, x: torch.Tensor) -> Any:
             if len(x) > 2:
                 raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile limit exceeded")
-            return forward(x)
+            return forward(block, x)
 
         return run
 
@@ -276,6 +276,41 @@ def test_a_compiler_that_gives_up_on_a_later_size_is_given_up(
         torch.testing.assert_close(preparation.run(lambda x=x: tower(x)), tower(x))
     assert preparation.no_compile is not None
     assert "limit exceeded" in preparation.no_compile
+
+
+@torch.no_grad()
+def test_blocks_of_a_class_share_one_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask the compiler for it takes milliseconds, for each block in each run of a tower."""
+    asked: list[Any] = []
+
+    def compiled(forward: Any, **_: Any) -> Any:
+        asked.append(forward)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    tower = Tower().eval()
+    blocks = find_blocks(tower)
+    x = torch.rand(2, WIDTH)
+    expected = tower(x)
+    with compiled_blocks(tower) as count:
+        torch.testing.assert_close(tower(x), expected)
+    assert len(blocks) == count > len(asked) == 1
+    assert all("forward" not in block.__dict__ for block in blocks)
+
+
+def test_a_forward_that_is_no_method_is_compiled_as_it_is() -> None:
+    class Layer(nn.Module):
+        forward = staticmethod(torch.sin)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 1)
+
+    tower = nn.Sequential(Layer(), Layer())
+    x = torch.rand(3)
+    with compiled_blocks(tower) as count:
+        torch.testing.assert_close(tower(x), x.sin().sin())
+    assert count == 2
 
 
 @torch.no_grad()

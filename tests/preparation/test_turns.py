@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import mmgraph.encoders.packed as packed
+import mmgraph.encoders.tower as tower
 from mmgraph.preparation.turns import Turns
 from tests.encoders.cases import make_encoder
 
@@ -121,7 +121,7 @@ def test_an_eager_call_beside_a_capture_sees_the_tower_as_it_is(
     expected, own = encoder.embed_multimodal(**call), config._attn_implementation
     altered, tried = threading.Event(), threading.Event()
     original, seen = encoder._original, {}
-    attending = packed.attending
+    attending = tower.attending
 
     def runs(*args: Any, **kwargs: Any) -> Any:
         seen[threading.get_ident()] = config._attn_implementation
@@ -138,12 +138,12 @@ def test_an_eager_call_beside_a_capture_sees_the_tower_as_it_is(
         encoder.exact_forward(**call)
 
     monkeypatch.setattr(encoder, "_original", runs)
-    monkeypatch.setattr(packed, "attending", slow)
+    monkeypatch.setattr(tower, "attending", slow)
     future = others.submit(capture)
     assert altered.wait(TOO_LONG)
     torch.testing.assert_close(encoder.embed_multimodal(**call), expected)
     tried.set()
     future.result(TOO_LONG)
     assert seen.pop(threading.get_ident()) == own
-    assert list(seen.values()) == [packed.VARLEN_ATTENTION]
+    assert list(seen.values()) == [tower.VARLEN_ATTENTION]
     assert config._attn_implementation == own

@@ -119,12 +119,7 @@ _OTHERS = [
         budget=_BUDGET,
         since="5.24",
     ),
-    _image(
-        "minimax_m3_vl",
-        _P14,
-        config=_MINIMAX,
-        eager_before=("5.24", "its attention gets a mask instead of the lengths of segments"),
-    ),
+    _image("minimax_m3_vl", _P14, config=_MINIMAX),
     _image("hunyuan_vl", _ONE_FRAME_16, config={"text_config.head_dim": 16}),
     _image("hy_v4_vl", _ONE_FRAME_16, config=_HY, since="5.24"),
     _image("lfm3_vl", _P16, since="5.24"),

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 from mmgraph import GraphConfig, attach
 from mmgraph.encoders import eager_towers
-from mmgraph.encoders.caches import private_caches
+from mmgraph.modules.caches import private_caches
 
 made: list[tuple[str, int]] = []
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmgraph.encoders import encoder_for, find_towers
-from mmgraph.encoders.placement import first_parameter, main_dtype, placement_problem
+from mmgraph.modules.placement import first_parameter, main_dtype, placement_problem
 from mmgraph.recipes import load_recipe
 
 

@@ -31,8 +31,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
-from mmgraph.encoders.attention import attention_configs
-from mmgraph.encoders.tracing import is_traced
+from mmgraph.modules.attention import attention_configs
+from mmgraph.modules.tracing import is_traced
 from mmgraph.preparation import Turns, find_blocks
 
 __all__ = ["TowerWatch"]
@@ -128,6 +128,12 @@ class TowerWatch:
         """Whether the tower or a part of it that does other things then is in training mode."""
         return self._module.training or any(map(_training, self._moody))
 
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether a parameter or buffer takes part in training."""
+        tensors = chain.from_iterable(self._tables)
+        return any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+
     def forget(self) -> None:
         """Stop watching."""
         _registrations.forget(self)
@@ -159,16 +165,18 @@ class TowerWatch:
 
     def _look_at_tables(self, modules: Sequence[nn.Module]) -> None:
         """Tables of tensors with addresses are known by those, others by what they hold."""
+        found = [t.values() for m in modules for t in (m._parameters, m._buffers) if t]
         tables: list[Iterable[Any]] = []
         others: list[Iterable[Any]] = [m._modules.values() for m in modules if m._modules]
         singles: list[Any] = []
-        for table in (t for m in modules for t in (m._parameters, m._buffers) if t):
-            plain = [x for x in table.values() if type(x) in _PLAIN]  # others hide their addresses
+        for table in found:
+            plain = [x for x in table if type(x) in _PLAIN]  # others hide their addresses
             if len(plain) == len(table):
-                tables.append(table.values())
+                tables.append(table)
             else:
-                others.append(table.values())
+                others.append(table)
                 singles += plain
+        self._tables = found
         self._plain = (*tables, singles)
         self._addresses = self._read_addresses()
         self._others = others

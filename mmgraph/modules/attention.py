@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,29 @@ from torch import nn
 
 from mmgraph.ops import register_varlen_attention
 
-__all__ = ["attention_configs", "attention_implementation", "use_attention_implementation"]
+__all__ = [
+    "attends_by_segments",
+    "attention_configs",
+    "attention_implementation",
+    "use_attention_implementation",
+]
+
+_SEGMENTS = "cu_seqlens"
+
+
+def attends_by_segments(module: nn.Module) -> bool:
+    """Whether layers of `module` are told where segments begin, as flash attention wants it.
+
+    With any other function transformers calls that for one segment after another.
+    """
+    return any(map(_takes_segments, {type(m) for m in module.modules()}))
+
+
+def _takes_segments(kind: type[nn.Module]) -> bool:
+    try:
+        return _SEGMENTS in inspect.signature(kind.forward).parameters
+    except (AttributeError, TypeError, ValueError):  # a scripted module, say
+        return False
 
 
 @contextmanager

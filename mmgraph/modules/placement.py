@@ -1,17 +1,21 @@
-"""Whether an encoder's parameters are where a graph could use them."""
+"""Whether an encoder's parameters are where a graph could use them, and a copy in float32."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
-__all__ = ["first_parameter", "main_dtype", "placement_problem"]
+from mmgraph.modules.attention import attention_configs
+
+__all__ = ["first_parameter", "main_dtype", "placement_problem", "widened"]
 
 
 _ABSENT = torch.empty(0)
+_WIDENED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def first_parameter(module: nn.Module) -> Callable[[], torch.Tensor]:
@@ -35,6 +39,23 @@ def main_dtype(module: nn.Module) -> torch.dtype:
     """Dtype of the first floating-point parameter."""
     floating = (p.dtype for p in module.parameters() if p.dtype.is_floating_point)
     return next(floating, torch.get_default_dtype())
+
+
+def widened(module: nn.Module) -> nn.Module:
+    """Return a copy of `module` in float32, with the methods that it has while it isn't attached.
+
+    It attends by PyTorch's own function where `module` does by one for half precision only.
+
+    Raises:
+        TypeError: Weights aren't plain numbers (quantised, sharded), so nothing is known of a copy.
+    """
+    if any(type(p) is not nn.Parameter or p.dtype not in _WIDENED for p in module.parameters()):
+        raise TypeError("weights that aren't plain floating-point numbers can't be widened")
+    twin = copy.deepcopy(module).float()
+    for config in attention_configs(twin):
+        if "flash" in str(config._attn_implementation_internal):
+            config._attn_implementation_internal = "sdpa"
+    return twin
 
 
 def placement_problem(module: nn.Module) -> str | None:

@@ -1,0 +1,71 @@
+"""What one grid adds, in closed form: what transformers returns, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import vision_utils
+
+from mmgraph.encoders.grids import Grid, axis_taps, combined_taps, position_ids, windows
+
+PATCH = 14
+merges = st.integers(1, 4)
+
+
+@st.composite
+def grids_by_merge(draw: st.DrawFn) -> tuple[Grid, int]:
+    merge = draw(merges)
+    height, width = (merge * draw(st.integers(1, 20)) for _ in range(2))
+    return (draw(st.integers(1, 3)), height, width), merge
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=grids_by_merge(), temporal=st.booleans())
+def test_positions_are_those_of_transformers(case: tuple[Grid, int], temporal: bool) -> None:
+    grid, merge = case
+    theirs = vision_utils.get_vision_position_ids(
+        torch.tensor([grid]), merge, include_temporal=temporal
+    )
+    assert torch.equal(torch.from_numpy(position_ids(grid, merge, temporal=temporal)), theirs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=grids_by_merge(), side=st.integers(1, 9), rest=st.integers(0, PATCH - 1))
+def test_windows_are_those_of_transformers(case: tuple[Grid, int], side: int, rest: int) -> None:
+    grid, merge = case
+    size = side * merge * PATCH + rest
+    order, lengths = windows(grid, merge, side)
+    index, ends = vision_utils.get_vision_window_index(torch.tensor([grid]), merge, size, PATCH)
+    assert torch.equal(torch.from_numpy(order), index)
+    assert [0, *lengths.cumsum().tolist()] == ends.tolist()
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("padding", ["border", "zeros"])
+@pytest.mark.parametrize("align_corners", [True, False])
+@settings(deadline=None, max_examples=40)
+@given(case=grids_by_merge(), side=st.integers(1, 100))
+def test_taps_are_those_of_transformers_to_the_last_bit(
+    mode: str, padding: str, align_corners: bool, case: tuple[Grid, int], side: int
+) -> None:
+    grid, merge = case
+    how: dict[str, Any] = {"mode": mode, "padding": padding, "align_corners": align_corners}
+    rows, columns = (axis_taps(size, side, **how) for size in grid[1:])
+    ids = position_ids(grid, merge, temporal=False)
+    indices, weights = combined_taps(ids, side, rows, columns)
+    their_indices, their_weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([grid]), side, spatial_merge_size=merge, **how
+    )
+    assert torch.equal(torch.from_numpy(indices), their_indices)
+    assert weights.dtype == np.float32
+    assert torch.equal(torch.from_numpy(weights), their_weights)
+
+
+def test_a_mode_that_nobody_knows_is_refused_as_transformers_refuses_it() -> None:
+    with pytest.raises(ValueError, match="nearest"):
+        axis_taps(4, 8, mode="nearest", padding="border", align_corners=True)

@@ -1,0 +1,10 @@
+"""Where the modules of these tests are."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
