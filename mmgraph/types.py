@@ -7,7 +7,7 @@ S attention segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -166,6 +166,16 @@ class GraphKey:
             and self.token_budget >= other.token_budget
             and all(a >= b for a, b in _pairs(self.segment_capacity, other.segment_capacity))
             and all(a >= b for a, b in _pairs(self.max_seqlen, other.max_seqlen))
+        )
+
+    def joined(self, other: GraphKey) -> GraphKey:
+        """The least key that covers this one and `other`, which has the same tokens and kind."""
+        return replace(
+            self,
+            segment_capacity=tuple(
+                max(pair) for pair in _pairs(self.segment_capacity, other.segment_capacity)
+            ),
+            max_seqlen=tuple(max(pair) for pair in _pairs(self.max_seqlen, other.max_seqlen)),
         )
 
     def __str__(self) -> str:

@@ -134,11 +134,13 @@ def run(model: str, repeats: int, budgets: Sequence[int] | None) -> dict[str, An
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder) / name) for name in _CACHES}
-        # pip leaves packages with their bytecode; some images of machines come without.
+        # pip leaves packages with their bytecode; some images of machines come without, and with
+        # a setting that none is to be written.
         environment = {
             **os.environ,
             **caches,
             "PYTHONPYCACHEPREFIX": str(Path(folder) / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
         }
         subprocess.run([sys.executable, "-c", _IMPORTS], env=environment, check=True)
         for name in ("cold", "warm"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -69,10 +69,18 @@ class GraphBackend(ABC):
         """Wait until the device has done all that it was given on the current stream."""
 
     @abstractmethod
-    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: Hashable = None
+    ) -> CapturedGraph:
         """Warm `run` up on `buffers`, then record one call of it.
 
         Out of memory is met once with a clean-up before it counts as a failure.
+
+        Args:
+            run: What to capture.
+            buffers: What it is captured on.
+            like: Stands for the code that `run` goes through. What was looked for in a capture
+                like this one needn't be looked for again; ``None`` is like no other.
 
         Raises:
             CaptureError: It can't be recorded. The process is left as it was before.

@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -35,12 +35,13 @@ from mmgraph.graphs.backend import CapturedGraph, GraphBackend, Runnable, ran_ou
 from mmgraph.graphs.gc_freeze import clean_up, undisturbed
 from mmgraph.graphs.guard import BrokenCapture, CaptureGuard
 from mmgraph.graphs.shared import CaptureStreams, Pool
-from mmgraph.graphs.ways import Ways
+from mmgraph.graphs.ways import Ways, seems_to_capture
 from mmgraph.graphs.weak import weak_view
 
 __all__ = ["CudaBackend", "CudaGraph", "abandon"]
 
 _Graph = TypeVar("_Graph", bound=CapturedGraph)
+_REMEMBERED = 256
 
 
 class CudaGraph(CapturedGraph):
@@ -88,6 +89,8 @@ class CudaBackend(GraphBackend):
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._ways = Ways()
+        self._passed: set[tuple[Hashable, bool]] = set()
+        """Captures that the guard had nothing against, and the way that they went."""
         self._pool: Pool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._live = 0
@@ -107,8 +110,10 @@ class CudaBackend(GraphBackend):
         if pool is not None:
             self._pool = Pool(pool, borrowed=True)
 
-    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
-        return self.either_way(lambda: self._capture(run, buffers))
+    def capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: Hashable = None
+    ) -> CapturedGraph:
+        return self.either_way(lambda: self._capture(run, buffers, like))
 
     def either_way(self, capture: Callable[[], _Graph]) -> _Graph:
         """Capture one way or the other; a failure leaves the random numbers as they were."""
@@ -130,9 +135,23 @@ class CudaBackend(GraphBackend):
         clean_up()
         return capture()
 
-    def _capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def _capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: Hashable
+    ) -> CapturedGraph:
+        """Capture under the guard, unless a capture like this one has passed it on this way."""
+        place = (like, seems_to_capture())
+        if like is not None and place in self._passed:
+            try:
+                with self.on_capture_stream():
+                    return self._warm_up_and_record(run, buffers)
+            except BrokenCapture:  # not so like after all: the guard can say what it is
+                self._passed.discard(place)
         with self.on_capture_stream():
-            return self._warm_up_and_record(run, buffers)
+            graph = self._warm_up_and_record(run, buffers, CaptureGuard())
+        if len(self._passed) >= _REMEMBERED:
+            self._passed.clear()
+        self._passed.add(place)
+        return graph
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -182,12 +201,16 @@ class CudaBackend(GraphBackend):
         return captured
 
     def _warm_up_and_record(
-        self, run: Runnable, buffers: Mapping[str, torch.Tensor]
+        self,
+        run: Runnable,
+        buffers: Mapping[str, torch.Tensor],
+        guard: CaptureGuard | None = None,
     ) -> CapturedGraph:
         def runs() -> None:
             run(buffers)
-            with CaptureGuard():
-                run(buffers)
+            if guard is not None:
+                with guard:
+                    run(buffers)
 
         self.warm_up(runs)
         before = self.reserved_bytes()

@@ -10,7 +10,7 @@ The call is traced on fake tensors: on real ones a ``.tolist()`` would be baked 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -63,7 +63,9 @@ class TraceBackend(GraphBackend):
         super().__init__()
         self._lock = threading.RLock()
 
-    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: Hashable = None
+    ) -> CapturedGraph:
         names = list(buffers)
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:

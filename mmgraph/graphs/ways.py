@@ -22,7 +22,7 @@ from mmgraph.graphs.backend import ran_out_of_memory
 from mmgraph.graphs.guard import BrokenCapture, HostAccess
 from mmgraph.graphs.patch import ThreadPatch
 
-__all__ = ["Ways", "as_if_capturing"]
+__all__ = ["Ways", "as_if_capturing", "seems_to_capture"]
 
 _Graph = TypeVar("_Graph")
 
@@ -69,6 +69,11 @@ def as_if_capturing(answer: bool) -> Iterator[None]:
             yield
     finally:
         _answer.reset(token)
+
+
+def seems_to_capture() -> bool:
+    """Whether transformers is told so at present."""
+    return _answer.get()
 
 
 def _if_it_is_asked_by_a_model() -> bool:

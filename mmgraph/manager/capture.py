@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -80,6 +80,11 @@ class Capturer:
         self._backend = backend
         self._probes = probes
         self._judge = Judge(model, facts.name)
+        self._state = object()
+
+    def model_changed(self) -> None:
+        """Take it that the next capture is like none before."""
+        self._state = object()
 
     def capture(self, key: GraphKey, arena: Arena) -> Entry:
         """Capture `key`; the first time also without what is on trial, and keep the faster one."""
@@ -99,17 +104,19 @@ class Capturer:
             return tensors
 
         with private_caches(self._model) as kept:
-            graph = self._recorded(run, buffers.views)
+            graph = self._recorded(run, buffers.views, (self._state, key.signature, key.uniform))
         graph.num_bytes += kept.num_bytes
         entry = Entry(graph, buffers, recorded[-1], time.perf_counter() - start, kept)
         self._check(entry, key)
         return entry
 
-    def _recorded(self, run: Runnable, views: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def _recorded(
+        self, run: Runnable, views: Mapping[str, torch.Tensor], like: Hashable
+    ) -> CapturedGraph:
         """A graph of `run`; with tables that are made on the host folded, where there are some."""
         try:
             with torch.inference_mode():
-                return self._backend.capture(run, views)
+                return self._backend.capture(run, views, like)
         except HostAccess as error:
             try:
                 return capture_folded(self._backend, run, views)

@@ -89,6 +89,7 @@ class GraphStore:
         self.too_large.clear()
         self.eager_times.seconds.clear()
         self._measured = None
+        self._capturer.model_changed()
 
     def use_budgets(self, budgets: tuple[int, ...]) -> list[GraphKey]:
         """Free the graphs of other budgets than the ascending `budgets`; return their keys.

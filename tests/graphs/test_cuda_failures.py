@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mmgraph import CaptureError
 from mmgraph.graphs.cuda import CudaBackend
@@ -162,3 +163,45 @@ def test_memory_of_a_failed_capture_comes_back(backend: CudaBackend) -> None:
     for _ in range(4):
         fail()
     assert used() <= before + x.numel() * x.element_size() // 2
+
+
+class Counted:
+    """Counts its calls, and those of them under the guard; may go wrong beyond some rows."""
+
+    def __init__(self, wrong: Callable[[torch.Tensor], Any] | None = None, rows: int = 0) -> None:
+        self.calls = self.guarded = 0
+        self.wrong = wrong
+        self.rows = rows
+
+    def __call__(self, buffers: Buffers) -> list[torch.Tensor]:
+        self.calls += 1
+        self.guarded += _get_current_dispatch_mode() is not None
+        x = affine(5)(buffers)[0]
+        if self.wrong is not None and x.shape[0] > self.rows:
+            self.wrong(x)
+        return [x]
+
+
+def test_captures_that_are_alike_are_guarded_once(backend: CudaBackend, x: torch.Tensor) -> None:
+    run = Counted()
+    graphs = [backend.capture(run, {"x": x}, "a")]  # a pool goes with the last graph in it
+    assert (run.calls, run.guarded) == (3, 1)
+    graphs.append(backend.capture(run, {"x": x[:32]}, "a"))
+    assert (run.calls, run.guarded) == (5, 1)
+    assert_follows(graphs[0], x, 5)
+    assert_follows(graphs[1], x[:32], 5)
+    for like in ("b", None, None):  # nothing is like None, not even None
+        graphs.append(backend.capture(run, {"x": x}, like))
+    assert run.guarded == 4
+
+
+def test_a_capture_that_only_seemed_alike_is_guarded_after_all(
+    backend: CudaBackend, x: torch.Tensor
+) -> None:
+    run = Counted(torch.Tensor.tolist, rows=32)
+    first = backend.capture(run, {"x": x[:16]}, "a")
+    with pytest.raises(CaptureError, match="host"):
+        backend.capture(run, {"x": x}, "a")
+    assert run.guarded >= 2
+    assert_follows(first, x[:16], 5)
+    assert_follows(backend.capture(run, {"x": x[:32]}, "a"), x[:32], 5)

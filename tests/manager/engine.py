@@ -164,9 +164,11 @@ class MeasuredBackend(TraceBackend):
         self.pools: list[Any] = []
         self.is_busy = False
 
-    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: object = None
+    ) -> CapturedGraph:
         self.captured.append(buffers["patches"].shape[0])
-        graph = super().capture(run, buffers)
+        graph = super().capture(run, buffers, like)
         graph.num_bytes = 1024
         self.graphs.append(graph)
         return graph

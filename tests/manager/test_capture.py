@@ -42,6 +42,15 @@ def test_capture_records_every_budget_largest_first_and_returns_its_bytes() -> N
     assert {key.segment_capacity for key in keys} == {(1,), (4,)}
 
 
+def test_large_budgets_have_one_graph_for_one_item_and_for_many() -> None:
+    budgets = (16, 2044, 2048, 4096)
+    manager = make_manager(backend=MeasuredBackend(), max_items=4, token_budgets=budgets)
+    bounds = [(k.token_budget, k.segment_capacity, k.max_seqlen) for k in manager.keys_to_capture()]
+    assert [b for b in bounds if b[0] >= 2048] == [(4096, (4,), (4096,)), (2048, (4,), (2048,))]
+    small = [(tokens, segments) for tokens, segments, _ in bounds if tokens < 2048]
+    assert small == [(2044, (1,)), (2044, (4,)), (16, (1,)), (16, (4,))]
+
+
 def test_capture_again_does_nothing() -> None:
     backend = MeasuredBackend()
     manager = make_manager(backend=backend)
@@ -165,9 +174,11 @@ class HungryBackend(MeasuredBackend):
         self.rows = rows
         self.held: weakref.ref[torch.Tensor] | None = None
 
-    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: object = None
+    ) -> CapturedGraph:
         assert self.held is None or self.held() is None
-        graph, activation = super().capture(run, buffers), torch.ones(4)
+        graph, activation = super().capture(run, buffers, like), torch.ones(4)
         if self.captured[-1] > self.rows:
             self.held = weakref.ref(activation)
             try:

@@ -42,9 +42,11 @@ class SizedBackend(TraceBackend):
         self.captured: list[int] = []
         self.open: list[CapturedGraph] = []
 
-    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: object = None
+    ) -> CapturedGraph:
         rows = buffers["patches"].shape[0]
-        graph = super().capture(run, buffers)
+        graph = super().capture(run, buffers, like)
         graph.num_bytes = self.size(len(self.captured), rows)
         self.captured.append(rows)
         self.open.append(graph)

@@ -132,8 +132,8 @@ def test_what_has_no_memory_is_named_once(caplog: pytest.LogCaptureFixture) -> N
 
 def test_up_front_smaller_budgets_are_tried() -> None:
     class Sized(MeasuredBackend):
-        def capture(self, run: Any, buffers: Any) -> Any:
-            graph = super().capture(run, buffers)
+        def capture(self, run: Any, buffers: Any, like: Any = None) -> Any:
+            graph = super().capture(run, buffers, like)
             graph.num_bytes = 100 * buffers["patches"].shape[0]
             return graph
 

@@ -186,6 +186,14 @@ def test_a_key_covers_what_is_no_larger_in_any_way(other: GraphKey, covered: boo
     assert key(64, (2, 4), (32, 16)).covers(other) is covered
 
 
+def test_two_keys_joined_are_the_least_that_covers_both() -> None:
+    one, many = key(64, (1, 4), (64, 16)), key(64, (8, 3), (32, 16))
+    joined = one.joined(many)
+    assert joined == many.joined(one) == key(64, (8, 4), (64, 16))
+    assert joined.covers(one)
+    assert joined.covers(many)
+
+
 @pytest.mark.parametrize("expression", ["GraphKey(64, (), (), 'a')", "EncoderBatch((), 'a')"])
 def test_keys_from_another_process_are_found(expression: str) -> None:
     code = (

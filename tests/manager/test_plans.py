@@ -85,10 +85,10 @@ def test_up_front_nothing_is_captured_while_serving() -> None:
 class Odd(MeasuredBackend):
     """Can't capture 18 tokens."""
 
-    def capture(self, run: Any, buffers: Any) -> Any:
+    def capture(self, run: Any, buffers: Any, like: Any = None) -> Any:
         if buffers["patches"].shape[0] == 18:
             raise CaptureError("18 is odd in its way")
-        return super().capture(run, buffers)
+        return super().capture(run, buffers, like)
 
 
 def test_a_size_that_cannot_be_captured_stays_with_its_budget() -> None:

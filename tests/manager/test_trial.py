@@ -36,9 +36,11 @@ class Timed(TraceBackend):
         self.closed: list[CapturedGraph] = []
         self.others: list[int] = []
 
-    def capture(self, run: Runnable, buffers: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    def capture(
+        self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: object = None
+    ) -> CapturedGraph:
         self.others.append(len(self.graphs) - len(self.closed))
-        return self._counted(super().capture(run, buffers))
+        return self._counted(super().capture(run, buffers, like))
 
     def _counted(self, graph: CapturedGraph) -> CapturedGraph:
         graph.num_bytes = self.num_bytes
