@@ -75,7 +75,8 @@ class GraphConfig:
 
     fuse_activations: bool = True
     """On a GPU, let a linear layer apply the GELU (tanh approximation) that follows it, on its way
-    out and before it rounds."""
+    out and before it rounds. The exact GELU, which no layer can apply, takes fewer instructions in
+    compiled blocks, on 16-bit numbers."""
 
     choose_attention: bool = True
     """On a GPU, take for each graph of a packed tower the attention kernel that is measured to be

@@ -3,7 +3,7 @@
 cuBLAS can apply it to its accumulators on the way out. On an H200 that takes Qwen3-VL's first MLP
 layer and its activation from 25 to 17 us at 784 tokens, and from 184 to 109 us at 7,056; and it is
 closer to the exact numbers, since what GELU reads isn't rounded to 16 bits first. The exact GELU
-(erf) has no such step.
+(erf) has no such step (see ``gelu.py``).
 
 Which layer feeds which activation isn't written anywhere. It is tried out: where a module gives the
 same result with the step moved, and its activation is called once, the step moves.
