@@ -190,8 +190,8 @@ def test_captures_that_are_alike_are_guarded_once(backend: CudaBackend, x: torch
     assert (run.calls, run.guarded) == (5, 1)
     assert_follows(graphs[0], x, 5)
     assert_follows(graphs[1], x[:32], 5)
-    for like in ("b", None, None):  # nothing is like None, not even None
-        graphs.append(backend.capture(run, {"x": x}, like))
+    # Nothing is like None, not even None.
+    graphs += [backend.capture(run, {"x": x}, like) for like in ("b", None, None)]
     assert run.guarded == 4
 
 
