@@ -21,7 +21,6 @@ from collections.abc import Generator
 
 import pytest
 
-
 DEVICES_NEEDED = {"multi_gpu": 2, "gpu": 1}
 """By marker; the one that asks for more comes first, as its tests have the other one too."""
 
@@ -34,9 +33,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if _names(config.option.markexpr, marker):
             raise pytest.UsageError(
-                f"-m {config.option.markexpr!r} asks for {len(marked)} tests marked {marker}, which "
-                f"need {needed} CUDA device(s), and {_num_devices()} are available. Run them on "
-                f"another machine, or leave -m away: tests marked {marker} are then deselected."
+                f"-m {config.option.markexpr!r} asks for {len(marked)} tests marked {marker}, "
+                f"which need {needed} CUDA device(s), and {_num_devices()} are available. Run them "
+                f"on another machine, or leave -m away: tests marked {marker} are then deselected."
             )
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if item not in marked]
