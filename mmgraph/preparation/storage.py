@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 
-__all__ = ["Storage", "move_into", "release"]
+__all__ = ["Storage", "is_plain_linear", "move_into", "release"]
+
+
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer whose parameters are plain numbers.
+
+    Quantised or sharded ones are tensors of other classes, whose numbers lie elsewhere.
+    """
+    return type(module) is nn.Linear and all(
+        type(p) is nn.Parameter and p.is_floating_point() for p in module.parameters()
+    )
 
 
 @dataclass(eq=False)

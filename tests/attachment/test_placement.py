@@ -14,6 +14,7 @@ from torch import nn
 
 import mmgraph
 from mmgraph import CaptureError, GraphConfig, Handle, Reason
+from mmgraph.preparation import Preparation
 from mmgraph.recipes import load_recipe
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -170,3 +171,24 @@ def test_a_tower_in_8_bit_has_graphs(
             weight: Any = linear.weight
             linear.weight = nn.Parameter(Quantised(weight.codes, 2 * weight.scale), False)
         assert_right(tower, twin, handle, replayed=True)
+
+
+def test_weights_in_8_bit_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU plain ones move when a tower is attached; torchao's can't be copied there."""
+
+    def prepared(tower: nn.Module) -> str:
+        preparation = Preparation(
+            tower, "tower", align_weights=True, merge_weights=True, fuse_activations=True
+        )
+        lines = "\n".join(preparation.describe())
+        preparation.undo()
+        return lines
+
+    monkeypatch.setattr("mmgraph.preparation.align._MIN_FEATURES", 8)
+    tower = load_recipe("siglip:tiny").build_encoder()
+    assert "linear layers merged" in prepared(tower)
+    assert "linear layers with their activation" in prepared(tower)
+    quantise(tower)
+    weights = list(tower.parameters())
+    assert "linear layers" not in prepared(tower)
+    assert all(a is b for a, b in zip(tower.parameters(), weights, strict=True))
