@@ -15,6 +15,7 @@ from torch import nn
 import mmgraph
 from mmgraph import CaptureError, GraphConfig, Handle, Reason
 from mmgraph.preparation import Preparation
+from mmgraph.preparation.activation import FusedActivations
 from mmgraph.recipes import load_recipe
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -192,3 +193,18 @@ def test_weights_in_8_bit_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -
     weights = list(tower.parameters())
     assert "linear layers" not in prepared(tower)
     assert all(a is b for a, b in zip(tower.parameters(), weights, strict=True))
+
+
+def test_layers_that_accelerate_has_wrapped_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forward is on the instance: an activation taken off would be put on by nobody."""
+    monkeypatch.setattr("mmgraph.preparation.align._MIN_FEATURES", 8)
+    tower = load_recipe("siglip:tiny").build_encoder()
+    fused = FusedActivations(tower)
+    assert len(fused) > 0
+    x = torch.randn(1, 3, tower.config.image_size, tower.config.image_size)
+    with torch.no_grad():
+        expected = tower(x).last_hidden_state
+        accelerate.dispatch_model(tower, {"": "cpu"}, force_hooks=True)
+        with fused.applied():
+            torch.testing.assert_close(tower(x).last_hidden_state, expected)
+    assert len(FusedActivations(tower)) == 0
