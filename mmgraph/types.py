@@ -54,7 +54,7 @@ class Reason(Enum):
     AUTOCAST = "autocast is active"
     DTYPE = "the inputs have a dtype that graphs don't take"
     DEVICE = "the inputs are not on the encoder's device"
-    PLACEMENT = "the encoder is on meta, offloaded or split over devices"
+    PLACEMENT = "the encoder is on meta, offloaded, split over devices or moved to another"
     COMPILING = "the call is being traced or captured by somebody else"
     MODE_NONE = "the decoder's CUDAGraphMode is NONE"
     NO_WRAPPER = "no wrapper of that mode took part in the forward"

@@ -1,8 +1,9 @@
-"""Settings for all tests, and the rule for tests marked `gpu`.
+"""Settings for all tests, and the rule for tests marked `gpu` or `multi_gpu`.
 
-Without a CUDA device, tests marked `gpu` are deselected: they are counted in the last line and are
-no skips, so a skip in a report is always worth a look. Asking for them by name (`pytest -m gpu`)
-where there is no device is a usage error, never a green run of nothing.
+Without a CUDA device, tests marked `gpu` are deselected, and without two those marked `multi_gpu`
+(which are marked `gpu` as well): they are counted in the last line and are no skips, so a skip in a
+report is always worth a look. Asking for them by name (`pytest -m gpu`) where there are too few
+devices is a usage error, never a green run of nothing.
 """
 
 import os
@@ -20,20 +21,24 @@ from collections.abc import Generator
 
 import pytest
 
+DEVICES_NEEDED = {"multi_gpu": 2, "gpu": 1}
+"""By marker; the one that asks for more comes first, as its tests have the other one too."""
+
 
 @pytest.hookimpl(trylast=True)  # after pytest's own -m and -k have made their selection
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items or _cuda_is_available():
-        return
-    if _names_gpu(config.option.markexpr):
-        raise pytest.UsageError(
-            f"-m {config.option.markexpr!r} asks for {len(gpu_items)} tests that need a CUDA "
-            "device, and torch.cuda.is_available() is False. Run them on a machine with a GPU, or "
-            "leave -m away: tests marked gpu are then deselected."
-        )
-    config.hook.pytest_deselected(items=gpu_items)
-    items[:] = [item for item in items if item not in gpu_items]
+    for marker, needed in DEVICES_NEEDED.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if not marked or _num_devices() >= needed:
+            continue
+        if _names(config.option.markexpr, marker):
+            raise pytest.UsageError(
+                f"-m {config.option.markexpr!r} asks for {len(marked)} tests marked {marker}, "
+                f"which need {needed} CUDA device(s), and {_num_devices()} are available. Run them "
+                f"on another machine, or leave -m away: tests marked {marker} are then deselected."
+            )
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in marked]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -58,7 +63,7 @@ def pytest_runtest_makereport(
     the worker is replaced and the other tests go on.
     """
     report = yield
-    if report.failed and item.get_closest_marker("gpu") and not _device_answers():
+    if report.failed and item.get_closest_marker("gpu") and not _device_answers(item):
         print(f"\n{item.nodeid} lost the device:\n{report.longreprtext}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(70)
@@ -85,22 +90,24 @@ def two_torch_threads() -> None:
     torch.set_num_threads(2)
 
 
-def _cuda_is_available() -> bool:
+def _num_devices() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _device_answers() -> bool:
+def _device_answers(item: pytest.Item) -> bool:
     import torch
 
     try:
         torch.cuda.synchronize()
+        for index in range(2 if item.get_closest_marker("multi_gpu") else 0):
+            torch.cuda.synchronize(index)
     except RuntimeError:
         return False
     return True
 
 
-def _names_gpu(markexpr: str) -> bool:
-    """Whether an expression names the marker; one that excludes it has left no such test."""
-    return re.search(r"\bgpu\b", markexpr) is not None
+def _names(markexpr: str, marker: str) -> bool:
+    """Whether an expression names a marker; one that excludes it has left no such test."""
+    return re.search(rf"\b{marker}\b", markexpr) is not None

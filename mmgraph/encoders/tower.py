@@ -83,6 +83,7 @@ class TowerEncoder(ABC):
         self._example_signature: CallSignature | None = None
         self._batches: dict[Hashable, EncoderBatch] = {}
         self._probe = first_parameter(tower.module)
+        self._home = self.device
         self.watch = watch or TowerWatch(tower.module, self.preparation.turns)
 
     @property
@@ -162,10 +163,10 @@ class TowerEncoder(ABC):
             reason = self._mode_reason(mm_kwargs)
             if reason is None:
                 raise
-            raise Refusal(reason, refusal.batch) from None
+            raise Refusal(reason, refusal.batch, self._detail(reason)) from None
         reason = self._mode_reason(mm_kwargs)
         if reason is not None:
-            raise Refusal(reason, batch)
+            raise Refusal(reason, batch, self._detail(reason))
         return batch
 
     def exact_call(self, mm_kwargs: Mapping[str, Any]) -> ExactCall:
@@ -297,13 +298,21 @@ class TowerEncoder(ABC):
             self.watch.wants_gradients or any(map(_wants_gradients, mm_kwargs.values()))
         ):
             return Reason.GRAD
-        if device.type == "meta":
+        if device != self._home or self.watch.misplaced is not None:
             return Reason.PLACEMENT
         if main.device != device:
             return Reason.DEVICE
         if torch.is_autocast_enabled(device.type):
             return Reason.AUTOCAST
         return None if main.dtype.is_floating_point else Reason.DTYPE
+
+    def _detail(self, reason: Reason) -> str:
+        """What there is to say of a reason besides its own words."""
+        if reason is not Reason.PLACEMENT:
+            return ""
+        if self.watch.misplaced is None:
+            return f"the encoder has moved from {self._home} to {self.device}: attach it again"
+        return self.watch.misplaced
 
     def _call_signature(
         self, mm_kwargs: Mapping[str, Any], tensors: Sequence[str], left_out: frozenset[str]

@@ -22,6 +22,7 @@ _LOGGED = frozenset(
         Reason.AUTOCAST,
         Reason.DTYPE,
         Reason.DEVICE,
+        Reason.PLACEMENT,
         Reason.COMPILING,
     }
 )

@@ -32,6 +32,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from mmgraph.modules.attention import attention_configs
+from mmgraph.modules.placement import placement_problem
 from mmgraph.modules.tracing import is_traced
 from mmgraph.preparation import Turns, find_blocks
 
@@ -52,6 +53,9 @@ class TowerWatch:
     Args:
         module: The tower, as it is when its graphs are captured.
         turns: Who may alter it for a capture.
+
+    Attributes:
+        misplaced: Why no graph can use the weights where they were at the last look, if so.
     """
 
     def __init__(self, module: nn.Module, turns: Turns | None = None) -> None:
@@ -150,6 +154,7 @@ class TowerWatch:
         modules = list(self._module.modules())
         inner = modules[1:]  # those of the tower itself are called around what stands in for it
         self.modules = frozenset(map(id, modules))
+        self.misplaced = placement_problem(self._module)
         parts = [*self._module.children(), *find_blocks(self._module)]
         firsts = (next(part.parameters(), None) for part in parts)
         self._samples = [p for p in firsts if p is not None and type(p) in _PLAIN]

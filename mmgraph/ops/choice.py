@@ -116,11 +116,29 @@ def attend(
     max_seqlen: int,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention over segments on a CUDA device by the kernel that suits the shape best."""
+    """Attention over segments on a CUDA device by the kernel that suits the shape best.
+
+    The device need not be the current one, where kernels of other packages would be launched, and
+    where events and the stream that is asked about would be.
+    """
     arguments = (query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale)
     choices = _setting.get().choices
     if choices is None:
         return _flash(*arguments)
+    with torch.cuda.device(query_THK.device):
+        return _attend_by_choice(choices, *arguments)
+
+
+def _attend_by_choice(
+    choices: MutableMapping[AttentionShape, AttentionChoice],
+    query_THK: torch.Tensor,
+    key_THK: torch.Tensor,
+    value_THK: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+) -> torch.Tensor:
+    arguments = (query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale)
     tokens, heads, head_dim = query_THK.shape
     shape = AttentionShape(
         tokens,

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmgraph.ops import linear_gelu
+from mmgraph.preparation.storage import is_plain_linear
 
 __all__ = ["FusedActivations"]
 
@@ -82,7 +83,7 @@ class FusedActivations:
         pairs = [
             p
             for p in self._pairs
-            if type(p.linear) is nn.Linear
+            if is_plain_linear(p.linear)
             and p.linear.bias is not None
             and type(p.activation) is self._classes[p.activation]
             and p.is_as_found
@@ -112,7 +113,7 @@ def _candidates(parent: nn.Module) -> list[_Pair]:
         return []
     if any(m._forward_hooks or m._forward_pre_hooks for m in (parent, *children)):
         return []  # they would see what is tried out
-    layers = [c for c in children if type(c) is nn.Linear and c.bias is not None]
+    layers = [c for c in children if is_plain_linear(c) and c.bias is not None]
     return [_Pair(layer, activations[0], parent, tuple(children)) for layer in layers]
 
 

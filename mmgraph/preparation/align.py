@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmgraph.preparation.storage import Storage, move_into, release
+from mmgraph.preparation.storage import Storage, is_plain_linear, move_into, release
 
 __all__ = ["AlignedWeights"]
 
@@ -158,7 +158,7 @@ class AlignedWeights:
         groups += [
             [layer]
             for layer in (module.modules() if pad else ())
-            if type(layer) is nn.Linear
+            if is_plain_linear(layer)
             and layer not in grouped
             and _is_misaligned(layer)
             and not any(id(p) in tied for p in layer.parameters())
@@ -230,7 +230,7 @@ def _neighbours(parent: nn.Module) -> list[nn.Linear]:
     """Children that read the same input, to judge by their names."""
     for names in _NEIGHBOURS:
         layers = [getattr(parent, name, None) for name in names]
-        found = [layer for layer in layers if type(layer) is nn.Linear]
+        found = [layer for layer in layers if is_plain_linear(layer)]
         if len(set(found)) == len(names) and len({_kind(layer) for layer in found}) == 1:
             return found if all(min(layer.weight.shape) >= _MIN_FEATURES for layer in found) else []
     return []

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 
-__all__ = ["Storage", "move_into", "release"]
+__all__ = ["Storage", "is_plain_linear", "move_into", "release"]
+
+
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that multiplies plain numbers, and does nothing else.
+
+    Quantised or sharded parameters are tensors of other classes, whose numbers lie elsewhere. And
+    a layer with a forward of its own (accelerate's hooks) isn't altered by another class.
+    """
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
+        return False
+    return all(type(p) is nn.Parameter and p.is_floating_point() for p in module.parameters())
 
 
 @dataclass(eq=False)

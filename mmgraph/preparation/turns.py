@@ -73,7 +73,9 @@ class Turns:
         Whoever reads the tower without taking a turn compares it before and after.
         """
         count = self._count  # before the other: whoever comes in between counts
-        return -1 if self._alone not in (None, threading.get_ident()) else count
+        alone = self._alone
+        # Who asks is looked up last: a compiler that traces this warns of the question.
+        return -1 if alone is not None and alone != threading.get_ident() else count
 
     def _may_join(self, me: int) -> bool:
         if self._alone is not None:

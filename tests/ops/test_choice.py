@@ -224,3 +224,23 @@ def test_no_kernel_lets_anything_behind_the_segments_into_them() -> None:
         if kernel.serves(shape):
             output = kernel.run(*qkv, boundaries(lengths, device="cuda"), 300, None)[:341]
             torch.testing.assert_close(output.double(), exact, rtol=2e-2, atol=2e-2, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+def test_kernels_are_timed_on_the_device_that_they_run_on() -> None:
+    """Another one is current: its stream knows nothing of them."""
+    lengths = [512] * 8
+    q, k, v = tensors(sum(lengths), head_dim=72, dtype=torch.bfloat16, device="cuda:1")
+    table = boundaries(lengths, device="cuda:1")
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    choices: dict[AttentionShape, AttentionChoice] = {}
+    with attending(frozenset({(len(lengths), 512)}), choices):
+        output = varlen_attention(q, k, v, table, 512)
+    assert_right(output, (q, k, v), lengths, None)
+    (made,) = choices.values()
+    assert {"flash", "dense"} <= set(made.milliseconds)
+    assert all(ms > 0.002 for ms in made.milliseconds.values()), made.milliseconds
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.max_memory_allocated(0) == before
