@@ -134,14 +134,10 @@ def run(model: str, repeats: int, budgets: Sequence[int] | None) -> dict[str, An
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder) / name) for name in _CACHES}
-        # pip leaves packages with their bytecode; some images of machines come without, and with
-        # a setting that none is to be written.
-        environment = {
-            **os.environ,
-            **caches,
-            "PYTHONPYCACHEPREFIX": str(Path(folder) / "bytecode"),
-            "PYTHONDONTWRITEBYTECODE": "",
-        }
+        environment = {**os.environ, **caches}
+        if sys.dont_write_bytecode:  # pip leaves packages with theirs, some images come without
+            environment["PYTHONDONTWRITEBYTECODE"] = ""
+            environment["PYTHONPYCACHEPREFIX"] = str(Path(folder) / "bytecode")
         subprocess.run([sys.executable, "-c", _IMPORTS], env=environment, check=True)
         for name in ("cold", "warm"):
             command = [sys.executable, "-m", "scripts.bench_start", "--child"]

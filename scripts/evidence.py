@@ -78,6 +78,7 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
         "pipeline": Part((*pytest, "-m", "gpu", "tests/pipeline"), 180),
         "registry": Part((*pytest, "-m", "gpu and not slow", *registry), 120),
         "whole-registry": Part((*pytest, "-m", "gpu and slow", "tests/registry"), 240),
+        "multi-gpu": Part((*pytest, "-m", "multi_gpu", "tests"), 120),
         "demo": Part((*module, "mmgraph", "demo"), 180),
         "bench": Part((*module, "mmgraph", "bench", "-n", "10", "--out", str(out / "bench")), 600),
         "start": Part((*module, "scripts.bench_start", "--out", str(out)), 240),
