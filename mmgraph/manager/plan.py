@@ -160,11 +160,12 @@ class Planner:
 
         What is remembered stays as long as there are the same graphs and nothing more is measured.
         """
-        most = max(map(len, (self._chosen, self._alone, self._known, self._same)))
+        known = (self._known, self._same, self._bounds, self._chosen, self._alone)
+        most = max(len(table) for table in known)
         if graphs.measured is not self._measured or most > _REMEMBERED:
             self._measured = graphs.measured
-            for known in (self._known, self._same, self._bounds, self._chosen, self._alone):
-                known.clear()
+            for table in known:
+                table.clear()
         if signature not in self._same:
             same = [k for k in graphs.captured if k.signature == signature]
             self._same[signature] = same
