@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,6 +77,18 @@ class CallSignature:
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     constants: tuple[tuple[str, Hashable], ...]
     flags: tuple[Hashable, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.tensors, self.constants, self.flags)))
+
+    def __hash__(self) -> int:
+        """Known from the start, see :class:`EncoderBatch`."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[CallSignature], tuple[Any, ...]]:
+        """Pickle without the hash, see :class:`EncoderBatch`."""
+        return (type(self), (self.tensors, self.constants, self.flags))
 
 
 _FLAGS = ("output_hidden_states", "output_attentions", "_output_attentions", "return_dict")

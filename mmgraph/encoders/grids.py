@@ -45,13 +45,13 @@ def windows(grid: Grid, merge: int, side: int) -> tuple[Array, Array]:
         (M,) order of the groups, and the patches of each window.
     """
     t, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
-    down, across = -(-rows // side), -(-columns // side)
-    groups = np.full((t, down * side, across * side), -1)
-    groups[:, :rows, :columns] = np.arange(t * rows * columns).reshape(t, rows, columns)
-    order = groups.reshape(t, down, side, across, side).swapaxes(2, 3).ravel()
-    heights, widths = (np.minimum(np.arange(n, 0, -side), side) for n in (rows, columns))
-    lengths = (heights[:, None] * widths * merge**2).ravel()
-    return order[order >= 0], np.concatenate([lengths] * t)
+    down, across = np.arange(rows) // side, np.arange(columns) // side
+    window = (down[:, None] * (across[-1] + 1) + across).ravel()
+    order, lengths = window.argsort(kind="stable"), np.bincount(window) * merge**2
+    if t > 1:
+        order = (np.arange(t)[:, None] * len(order) + order).ravel()
+        lengths = np.tile(lengths, t)
+    return order, lengths
 
 
 def axis_taps(

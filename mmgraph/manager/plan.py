@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from mmgraph.manager.prices import Measured, Prices
-from mmgraph.policy import Bin, pack, segment_tier, seqlen_tier
+from mmgraph.policy import Bin, Packing, pack, segment_tier, seqlen_tier
 from mmgraph.types import EncoderBatch, GraphKey, Reason
 
 __all__ = ["Eager", "Plan", "Planner", "Replay"]
@@ -74,8 +75,11 @@ class Planner:
         self._measured: Measured | None = None
         self._known: dict[tuple[Hashable, tuple[int, ...]], Prices] = {}
         self._same: dict[Hashable, list[GraphKey]] = {}
+        self._bounds: dict[Hashable, list[list[int]]] = {}
         self._chosen: dict[tuple[Hashable, ...], GraphKey | None] = {}
-        self._key_of = lru_cache(maxsize=_REMEMBERED)(self._tightest_key)
+        self._alone: dict[tuple[Any, ...], Plan] = {}
+        """Plans of calls of one item by the key that it needs."""
+        self._key_of = lru_cache(maxsize=_REMEMBERED)(GraphKey)
 
     def plan(self, batch: EncoderBatch, graphs: Graphs) -> Plan:
         """Divide the items of `batch`; replays may name keys that are still to be captured."""
@@ -83,7 +87,22 @@ class Planner:
         prices = self._prices_for(batch, same, graphs.measured)
         budgets = self._budgets(batch, same, graphs)
         sizes = [item.num_tokens for item in batch.items]
-        packing = pack(sizes, budgets, prices=self._prices(batch, budgets, sum(sizes), prices))
+        whole = self._whole(batch, budgets, sum(sizes))
+        alike = (prices, budgets, whole, graphs.may_capture)
+        plan = self._alone.get(alike)
+        if plan is None:
+            packing = pack(sizes, budgets, prices=self._prices(budgets, whole, prices))
+            plan = self._replays(batch, packing, same, graphs)
+            if len(sizes) == 1 and whole and packing.bins == whole[:1] and plan.replays:
+                self._alone[alike] = plan
+        if not plan.eager and prices.eager_is_cheaper([r.key for r in plan.replays], sum(sizes)):
+            return Plan((), (Eager(tuple(range(len(sizes))), Reason.NOT_FASTER),))
+        return plan
+
+    def _replays(
+        self, batch: EncoderBatch, packing: Packing, same: Sequence[GraphKey], graphs: Graphs
+    ) -> Plan:
+        """A plan with a graph for each bin, as far as there is one."""
         replays: list[Replay] = []
         eager: list[Eager] = []
         for bin_ in packing.bins:
@@ -100,40 +119,23 @@ class Planner:
             Eager((i,), self._oversized_reason(batch.items[i].num_tokens, graphs))
             for i in packing.oversized
         )
-        if not eager and prices.eager_is_cheaper([r.key for r in replays], sum(sizes)):
-            return Plan((), (Eager(tuple(range(len(sizes))), Reason.NOT_FASTER),))
         return Plan(tuple(replays), _merge(eager))
 
     def key_for(self, batch: EncoderBatch, bin_: Bin, *, for_any: bool = False) -> GraphKey:
         """The tightest key for the items of `bin_`; `for_any` batch with that many tokens."""
-        items = [batch.items[i] for i in bin_.items]
-        counts = map(sum, zip(*[item.num_segments for item in items], strict=True))
-        lengths = zip(*[item.max_seqlen for item in items], strict=True)
-        kinds = [(n, min(kind), max(kind)) for n, kind in zip(counts, lengths, strict=True)]
-        return self._key_of(bin_.budget, tuple(kinds), batch.signature, for_any)
-
-    def _tightest_key(
-        self,
-        budget: int,
-        kinds: tuple[tuple[int, int, int], ...],
-        signature: Hashable,
-        for_any: bool,
-    ) -> GraphKey:
-        """The key for segments of these `kinds`: number, shortest and longest of each."""
-        uniform = [
-            self._uniform and not for_any and shortest == longest and n * longest == budget
-            for n, shortest, longest in kinds
-        ]
-        if uniform[:1] != [True]:  # full attention comes first; windows alone aren't worth it
-            uniform = [False] * len(uniform)
-        bounds = [(n, longest, same) for (n, _, longest), same in zip(kinds, uniform, strict=True)]
-        return GraphKey(
-            token_budget=budget,
-            segment_capacity=tuple(n if same else segment_tier(n) for n, _, same in bounds),
-            max_seqlen=tuple(k if same else seqlen_tier(k, budget) for _, k, same in bounds),
-            signature=signature,
-            uniform=tuple(uniform) if any(uniform) else (),
-        )
+        items, budget = [batch.items[i] for i in bin_.items], bin_.budget
+        counts = list(map(sum, zip(*[item.num_segments for item in items], strict=True)))
+        lengths = list(zip(*[item.max_seqlen for item in items], strict=True))
+        capacity = [segment_tier(n) for n in counts]
+        longest = [seqlen_tier(max(kind), budget) for kind in lengths]
+        uniform: list[bool] = []
+        # Full attention comes first; windows alone aren't worth it.
+        if self._uniform and not for_any and counts and _fill(counts[0], lengths[0], budget):
+            uniform = [_fill(n, kind, budget) for n, kind in zip(counts, lengths, strict=True)]
+            for i in [i for i, same in enumerate(uniform) if same]:
+                capacity[i], longest[i] = counts[i], lengths[i][0]
+        bounds = (tuple(capacity), tuple(longest))
+        return self._key_of(budget, *bounds, batch.signature, None, tuple(uniform))
 
     def _budgets(
         self, batch: EncoderBatch, same: Sequence[GraphKey], graphs: Graphs
@@ -158,36 +160,51 @@ class Planner:
 
         What is remembered stays as long as there are the same graphs and nothing more is measured.
         """
-        most = max(len(self._chosen), len(self._known), len(self._same))
+        known = (self._known, self._same, self._bounds, self._chosen, self._alone)
+        most = max(len(table) for table in known)
         if graphs.measured is not self._measured or most > _REMEMBERED:
             self._measured = graphs.measured
-            for remembered in (self._known, self._same, self._chosen):
-                remembered.clear()
+            for table in known:
+                table.clear()
         if signature not in self._same:
-            self._same[signature] = [k for k in graphs.captured if k.signature == signature]
+            same = [k for k in graphs.captured if k.signature == signature]
+            self._same[signature] = same
+            kinds = zip(*(key.max_seqlen for key in same), strict=True)
+            self._bounds[signature] = [sorted({*kind}) for kind in kinds]
         return self._same[signature]
 
     def _prices_for(
         self, batch: EncoderBatch, same: Sequence[GraphKey], measured: Measured
     ) -> Prices:
-        """Prices for batches like this one."""
-        longest = tuple([max(k) for k in zip(*(i.max_seqlen for i in batch.items), strict=True)])
-        known = self._known.get((batch.signature, longest))
+        """Prices for batches like this one: those that the same graphs take are alike."""
+        longest = [max(k) for k in zip(*(i.max_seqlen for i in batch.items), strict=True)]
+        bounds = self._bounds[batch.signature]
+        kind = (batch.signature, tuple(map(bisect_left, bounds, longest)))
+        known = self._known.get(kind)
         if known is None:
-            known = Prices(batch.signature, longest, same, measured)
-            self._known[batch.signature, longest] = known
+            known = self._known[kind] = Prices(batch.signature, longest, same, measured)
         return known
 
+    def _whole(
+        self, batch: EncoderBatch, budgets: tuple[int, ...], total: int
+    ) -> tuple[Bin, GraphKey] | None:
+        """One replay of the whole batch, and the tightest key for it, where a budget holds it."""
+        position = bisect_left(budgets, total)
+        if position == len(budgets) or not batch.items:
+            return None
+        bin_ = Bin(tuple(range(len(batch.items))), budgets[position])
+        return bin_, self.key_for(batch, bin_)
+
     def _prices(
-        self, batch: EncoderBatch, budgets: Sequence[int], total: int, prices: Prices
+        self, budgets: tuple[int, ...], whole: tuple[Bin, GraphKey] | None, prices: Prices
     ) -> list[float]:
         """What each budget costs; where one replay does, what its very graph was measured at."""
         costs = prices.of_budgets(budgets)
-        position = bisect_left(budgets, total)
-        if prices.are_measured and position < len(budgets):
-            items = tuple(range(len(batch.items)))
-            whole = prices.of_replays([self.key_for(batch, Bin(items, budgets[position]))])
-            costs[position] = costs[position] if whole is None else whole
+        if prices.are_measured and whole is not None:
+            bin_, key = whole
+            seconds = prices.of_replays([key])
+            position = bisect_left(budgets, bin_.budget)
+            costs[position] = costs[position] if seconds is None else seconds
         return costs
 
     def _choose(
@@ -213,6 +230,11 @@ class Planner:
 
     def _oversized_reason(self, num_tokens: int, graphs: Graphs) -> Reason:
         return graphs.missing if num_tokens <= self.budgets[-1] else Reason.ABOVE_BUDGET
+
+
+def _fill(count: int, lengths: Sequence[int], budget: int) -> bool:
+    """Whether `count` segments are all of one length, and as long as `budget` together."""
+    return count * lengths[0] == budget and min(lengths) == max(lengths)
 
 
 def _near(key: GraphKey, exact: GraphKey) -> bool:

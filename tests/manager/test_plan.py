@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mmgraph import EncoderBatch, EncoderItemSpec, GraphKey, Reason
 from mmgraph.manager import Eager, Plan, Replay
 from mmgraph.manager.plan import Graphs, Planner
+from mmgraph.manager.prices import Measured
 from mmgraph.policy import Bin
 
 BUDGETS = (64, 256, 1024)
@@ -74,6 +75,34 @@ def test_every_item_is_planned_once_and_fits_where_it_goes(
         assert list(part.items) == sorted(part.items)
         above = [batch.items[i].num_tokens > BUDGETS[-1] for i in part.items]
         assert all(above) == (part.reason is Reason.ABOVE_BUDGET) or not any(above)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(items, min_size=2, max_size=12),
+    st.dictionaries(keys, st.floats(0.1, 1.0), max_size=6),
+    st.lists(keys, max_size=2),
+    st.one_of(st.none(), st.floats(0.1, 1.0)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_what_a_planner_has_planned_before_changes_no_plan(
+    images: list[EncoderItemSpec],
+    seconds: dict[GraphKey, float],
+    others: list[GraphKey],
+    eager: float | None,
+    lazy: bool,
+    uniform: bool,
+) -> None:
+    """Items that need the same key share a plan, and sizes that graphs bound alike their prices."""
+    measured = Measured(seconds, {SIGNATURE: {256: eager}} if eager else {})
+    state = graphs(*seconds, *others, lazy=lazy, measured=measured)
+    planner = Planner(BUDGETS, uniform=uniform)
+    for image_ in images:
+        fresh = Planner(BUDGETS, uniform=uniform)
+        assert planner.plan(batch_of(image_), state) == fresh.plan(batch_of(image_), state)
+    together = batch_of(*images)
+    assert planner.plan(together, state) == Planner(BUDGETS, uniform=uniform).plan(together, state)
 
 
 @pytest.mark.parametrize(
