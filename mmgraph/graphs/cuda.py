@@ -138,9 +138,12 @@ class CudaBackend(GraphBackend):
     def _capture(
         self, run: Runnable, buffers: Mapping[str, torch.Tensor], like: Hashable
     ) -> CapturedGraph:
-        """Capture under the guard, unless a capture like this one has passed it on this way."""
+        """Capture under the guard, unless a capture like this one has passed it on this way.
+
+        What it does only at some sizes is left to CUDA, which refuses it at the price of the pool.
+        """
         place = (like, seems_to_capture())
-        if like is not None and place in self._passed:
+        if place in self._passed:
             try:
                 with self.on_capture_stream():
                     return self._warm_up_and_record(run, buffers)
@@ -148,9 +151,10 @@ class CudaBackend(GraphBackend):
                 self._passed.discard(place)
         with self.on_capture_stream():
             graph = self._warm_up_and_record(run, buffers, CaptureGuard())
-        if len(self._passed) >= _REMEMBERED:
-            self._passed.clear()
-        self._passed.add(place)
+        if like is not None:
+            if len(self._passed) >= _REMEMBERED:
+                self._passed.clear()
+            self._passed.add(place)
         return graph
 
     @contextmanager

@@ -11,15 +11,12 @@ from mmgraph.errors import CaptureError
 from mmgraph.graphs import GraphBackend, clean_up, freeze_gc_for_cudagraph_capture, select_backend
 from mmgraph.graphs.backend import ran_out_of_memory
 from mmgraph.log import get_logger
-from mmgraph.manager.plan import Planner
+from mmgraph.manager.plan import JOINED_FROM, Planner
 from mmgraph.manager.store import GraphStore
 from mmgraph.policy import Bin
 from mmgraph.types import EncoderFacts, GraphKey, Reason
 
 __all__ = ["UpFront", "estimate"]
-
-_JOINED_FROM = 2048
-"""Tokens of budgets that have one graph for one item and for many."""
 
 _logger = get_logger(__name__)
 
@@ -49,18 +46,12 @@ class UpFront:
         return [key for key in keys if key not in self.store.entries]
 
     def _keys_of(self, budget: int) -> Iterable[GraphKey]:
-        """The keys of the examples; of a large budget one for each kind of call, that takes all.
-
-        One image and many have different bounds. On an H200 a graph that takes either is 1 % slower
-        for one image from 4,096 patches on, where it halves what the start takes. At 1,024 it is
-        5 % slower in Qwen2.5-VL and 14 % in Qwen3-VL: attention over one segment doesn't fill the
-        GPU there, and what does nothing for the others pushes it onto fewer processors.
-        """
+        """The keys of the examples; of a large budget as few as take them all."""
         keys: dict[Hashable, GraphKey] = {}
         for batch in self._facts.examples(budget, self._config.max_items):
             items = tuple(range(len(batch.items)))
             key = self._planner.key_for(batch, Bin(items, budget), for_any=True)
-            kind = key if budget < _JOINED_FROM else key.signature
+            kind = key if budget < JOINED_FROM else (key.signature, _magnitudes(key.max_seqlen))
             keys[kind] = keys[kind].joined(key) if kind in keys else key
         return keys.values()
 
@@ -114,6 +105,11 @@ class UpFront:
             limit = Reason.MEMORY_LIMIT if self._exceeds(key) else Reason.GRAPH_LIMIT
             return self.store.failed.get(key, limit)
         return None
+
+
+def _magnitudes(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Equal for lengths that are about the same: a bound far above them costs attention time."""
+    return tuple([length.bit_length() for length in lengths])
 
 
 def estimate(parts: Sequence[UpFront]) -> int:

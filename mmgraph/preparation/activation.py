@@ -86,6 +86,7 @@ class FusedActivations:
             if is_plain_linear(p.linear)
             and p.linear.bias is not None
             and type(p.activation) is self._classes[p.activation]
+            and "forward" not in p.activation.__dict__
             and p.is_as_found
         ]
         with _applied(pairs):

@@ -17,6 +17,7 @@ Only modules are found. A block that calls ``F.gelu`` itself keeps what the comp
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -58,7 +59,11 @@ class ExactGelus:
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         modules = dict.fromkeys(module for block in blocks for module in block.modules())
-        self._classes = {m: type(m) for m in modules if _is_alone(m) and _is_exact_gelu(m)}
+        self._classes = {
+            m: type(m)
+            for m in modules
+            if _is_alone(m) and _is_exact_gelu(m) and _has_shorter(type(m))
+        }
 
     def __len__(self) -> int:
         return len(self._classes)
@@ -88,7 +93,22 @@ def _shorter(own: type[nn.Module]) -> Any:
             return gelu(args[0])
         return own.forward(self, *args, **kwargs)
 
-    return type(f"Shorter{own.__name__}", (own,), {"forward": forward})
+    def reduced(self: nn.Module, _: Any) -> Any:
+        """A copy that is made meanwhile, in another thread, is one of the own class."""
+        # As in pickles of old: the newer way insists on the class that the object has now.
+        return (copyreg._reconstructor, (own, object, None), self.__dict__)  # type: ignore[attr-defined]
+
+    names = {"forward": forward, "__reduce_ex__": reduced}
+    return type(f"Shorter{own.__name__}", (own,), names)
+
+
+def _has_shorter(own: Any) -> bool:
+    """Whether a class can be derived from: some want to be told more, or allow none."""
+    try:
+        _shorter(own)
+    except Exception:
+        return False
+    return True
 
 
 def _is_alone(module: nn.Module) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from mmgraph import BufferSpec, CaptureError, EncoderCudaGraphManager, GraphKey,
 from mmgraph.graphs import BufferArena, CapturedGraph
 from mmgraph.graphs.backend import Runnable
 from mmgraph.graphs.gc_freeze import frozen_by_somebody
+from mmgraph.types import EncoderBatch, EncoderItemSpec
 from tests.manager.engine import (
     BUDGETS,
     CPU,
+    EngineEncoder,
     MeasuredBackend,
     assert_items_equal,
     call_of,
@@ -43,12 +46,46 @@ def test_capture_records_every_budget_largest_first_and_returns_its_bytes() -> N
 
 
 def test_large_budgets_have_one_graph_for_one_item_and_for_many() -> None:
-    budgets = (16, 2044, 2048, 4096)
+    budgets = (16, 4092, 4096, 8192)
     manager = make_manager(backend=MeasuredBackend(), max_items=4, token_budgets=budgets)
     bounds = [(k.token_budget, k.segment_capacity, k.max_seqlen) for k in manager.keys_to_capture()]
-    assert [b for b in bounds if b[0] >= 2048] == [(4096, (4,), (4096,)), (2048, (4,), (2048,))]
-    small = [(tokens, segments) for tokens, segments, _ in bounds if tokens < 2048]
-    assert small == [(2044, (1,)), (2044, (4,)), (16, (1,)), (16, (4,))]
+    assert [b for b in bounds if b[0] >= 4096] == [(8192, (4,), (8192,)), (4096, (4,), (4096,))]
+    small = [(tokens, segments) for tokens, segments, _ in bounds if tokens < 4096]
+    assert small == [(4092, (1,)), (4092, (4,)), (16, (1,)), (16, (4,))]
+
+
+@pytest.mark.parametrize("longest", [1500, 4096])
+def test_what_one_graph_takes_is_captured_for_no_call(longest: int) -> None:
+    """In lazy mode as well: a large budget that was captured is there for one item and for many."""
+    manager = make_manager(max_items=4, token_budgets=(4096,))
+    manager.capture()
+    graphs = manager.stats().graphs
+    for lengths in ([4096], [3600], [longest, 2000, 500], [4000]):
+        manager.execute(call_of(lengths))
+    assert [g.key for g in manager.stats().graphs] == [g.key for g in graphs]
+    assert manager.stats().hits == 6
+    assert not manager.stats().misses
+
+
+def test_examples_of_other_lengths_have_graphs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bound far above the true length costs attention time."""
+
+    def examples(self: Any, budget: int, max_items: int) -> Sequence[EncoderBatch]:
+        return [
+            EncoderBatch((EncoderItemSpec(n, (1,), (n,)),) * count, None)
+            for n, count in ((budget, 1), (budget // 2, 2), (budget // 32, 32))
+        ]
+
+    monkeypatch.setattr(EngineEncoder, "_examples", examples)
+    manager = make_manager(max_items=32, token_budgets=(8192,))
+    keys = manager.keys_to_capture()
+    assert [(k.segment_capacity, k.max_seqlen) for k in keys] == [
+        ((1,), (8192,)),
+        ((2,), (4096,)),
+        ((32,), (256,)),
+    ]
 
 
 def test_capture_again_does_nothing() -> None:

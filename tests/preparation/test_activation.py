@@ -152,6 +152,20 @@ def test_an_adapter_comes_before_the_activation() -> None:
 
 
 @torch.no_grad()
+def test_an_activation_that_gets_a_forward_of_its_own_keeps_its_work() -> None:
+    """As accelerate's hooks do: another class would change nothing, and it would be done twice."""
+    tower = Tower().eval()
+    activations = FusedActivations(tower)
+    act, x = tower.blocks[0].act, torch.randn(5, WIDTH)
+    act.__dict__["forward"] = act.forward
+    expected = tower(x)
+    with activations.applied():
+        torch.testing.assert_close(tower(x), expected)
+        assert type(tower.blocks[0].fc1) is nn.Linear
+        assert type(tower.blocks[1].fc1) is GeluLinear
+
+
+@torch.no_grad()
 def test_nothing_is_tried_out_on_hooks_or_while_training() -> None:
     tower, called = Tower().eval(), []
     tower.blocks[0].act.register_forward_hook(lambda *_: called.append(1))
