@@ -27,6 +27,7 @@ from mmgraph.types import (
     EncoderFacts,
     EncoderItemSpec,
     GraphKey,
+    ProbeCall,
     Reason,
     Refusal,
 )
@@ -37,6 +38,8 @@ _GRID = "grid_thw"
 _METADATA = "metadata"
 _CACHED_METADATA = 64
 _DEFAULT_MAX_TOKENS = 16384
+_LEAST_GROUPS = 16
+"""Merge groups of the smallest image of a probe that has several."""
 
 
 class PackedEncoder(TowerEncoder):
@@ -227,23 +230,51 @@ class PackedEncoder(TowerEncoder):
             examples.append(EncoderBatch((large, *(small,) * others), signature))
         return examples
 
-    def _probes(self, key: GraphKey) -> Sequence[Mapping[str, Any]]:
+    def _probes(self, key: GraphKey) -> Sequence[ProbeCall]:
         """Two calls: the largest images that the graph takes, and smaller ones if it takes any."""
         largest = max(key.max_seqlen)
-        sizes = (largest, largest) if key.uniform else (largest, largest // 2)
-        return [self._probe_call(key, size, seed) for seed, size in enumerate(sizes, start=1)]
+        if key.uniform:
+            grids = self._uniform_grids(key, largest)
+            return [self._probe_call(key, grids, first) for first in (0, len(grids))]
+        grids = self._probe_grids(key, largest)
+        others = self._powers_of_two(key) if 2 * largest > key.token_budget else []
+        if others in ([], grids):
+            others = self._probe_grids(key, largest // 2)
+        return [self._probe_call(key, grids), self._probe_call(key, others)]
 
-    def _probe_call(self, key: GraphKey, size: int, seed: int) -> dict[str, Any]:
+    def _probe_call(self, key: GraphKey, grids: Sequence[Grid], first: int = 0) -> ProbeCall:
+        """A call with images of `grids`; those of one grid differ, from number `first` on."""
         assert isinstance(key.signature, CallSignature)
         ((name, shape, dtype),) = key.signature.tensors
-        find = self._uniform_grids if key.uniform else self._probe_grids
-        grids = find(key, size)
-        rows = sum(t * h * w for t, h, w in grids)
-        return {
-            name: self._random(rows, *shape, seed=seed).to(dtype),
+        images = [(grid, first + grids[:i].count(grid)) for i, grid in enumerate(grids)]
+        patches = [
+            self._random(t * h * w, *shape, seed=hash((t, h, w, nth)) % 2**31).to(dtype)
+            for (t, h, w), nth in images
+        ]
+        arguments = {
+            name: torch.cat(patches),
             _GRID: torch.tensor(grids),
             **self._constants(key),
         }
+        return ProbeCall(arguments, [(key.signature, *image) for image in images])
+
+    def _powers_of_two(self, key: GraphKey) -> list[Grid]:
+        """Images of different powers of two that fill a graph of `key` together, the last largest.
+
+        Graphs of other budgets have the same ones, so that eager mode has answered them already.
+        """
+        merge, grids = self.metadata.merge_size, list[Grid]()
+        tokens, segments = key.token_budget, list(key.segment_capacity)
+        for power in reversed(range((key.token_budget - 1).bit_length())):
+            if 1 << power < _LEAST_GROUPS * merge * merge:
+                break
+            item = self._item(_square_grid(1 << power, merge))
+            left = [a - b for a, b in zip(segments, item.num_segments, strict=True)]
+            fits = all(a <= b for a, b in zip(item.max_seqlen, key.max_seqlen, strict=True))
+            if fits and item.num_tokens <= tokens and min(left) >= 0:
+                grids.insert(0, item.geometry)
+                tokens, segments = tokens - item.num_tokens, left
+        return grids
 
     def _probe_grids(self, key: GraphKey, size: int) -> list[Grid]:
         """Equal images of at most `size` tokens that a graph of `key` takes, as many as fit."""
