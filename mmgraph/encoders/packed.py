@@ -37,6 +37,7 @@ __all__ = ["PackedEncoder", "read_grids_on_host"]
 _GRID = "grid_thw"
 _METADATA = "metadata"
 _CACHED_METADATA = 64
+_CACHED_SIGNATURES = 64
 _DEFAULT_MAX_TOKENS = 16384
 _LEAST_GROUPS = 16
 """Merge groups of the smallest image of a probe that has several."""
@@ -55,6 +56,8 @@ class PackedEncoder(TowerEncoder):
         super().__init__(tower, method, preparation, watch)
         self.metadata = PackedMetadata(tower.module)
         self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+        self._signatures: dict[Hashable, Hashable] = {}
+        """By what a call is besides its sizes."""
         self._lock = threading.Lock()
 
     def embed_multimodal(self, **mm_kwargs: Any) -> Any:
@@ -178,14 +181,29 @@ class PackedEncoder(TowerEncoder):
             raise Refusal(Reason.UNSUPPORTED_CALL, batch, "packed attention gives no weights")
         return EncoderBatch(batch.items, signature)
 
-    def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> Hashable:
-        """The grids by value, everything else as in other towers."""
-        grid = mm_kwargs.get(_GRID)
-        if not isinstance(grid, torch.Tensor):
-            return super()._fingerprint(mm_kwargs)
-        others = {name: value for name, value in mm_kwargs.items() if name != _GRID}
-        values = tuple(map(tuple, read_grids_on_host(grid)))
-        return (values, super()._fingerprint(others))
+    def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The grids by value, the number of patches, and everything else as in other towers."""
+        name = self.signature.main_input
+        grid, main = mm_kwargs.get(_GRID), mm_kwargs.get(name)
+        if not isinstance(grid, torch.Tensor) or not isinstance(main, torch.Tensor):
+            return ((), 0, super()._fingerprint(mm_kwargs))
+        others = {n: value for n, value in mm_kwargs.items() if n != _GRID and n != name}
+        kind = (main.shape[1:], main.dtype, super()._fingerprint(others))
+        return (tuple(map(tuple, read_grids_on_host(grid))), main.shape[0], kind)
+
+    def _read_new(self, fingerprint: Any, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        """Where nothing but the sizes is new, all is known by the fingerprint."""
+        grids, rows, kind = fingerprint
+        signature = self._signatures.get(kind)
+        if signature is not None:
+            items = tuple([item for item in map(self.metadata.item, grids) if item is not None])
+            if len(items) == len(grids) and rows == sum([item.num_tokens for item in items]):
+                return EncoderBatch(items, signature)
+        batch = self._read_items(mm_kwargs)
+        if len(self._signatures) >= _CACHED_SIGNATURES:
+            self._signatures.clear()
+        self._signatures[kind] = batch.signature
+        return batch
 
     def _item(self, grid: Grid) -> EncoderItemSpec:
         spec = self.metadata.item(grid)
