@@ -45,7 +45,7 @@ from scripts.files import write
 from scripts.traces import MODELS, TRACES, Grid, make_trace
 from scripts.usual_planner import UsualPlanner
 
-__all__ = ["Bench", "Turn", "render"]
+__all__ = ["Bench", "Turn", "render", "summary"]
 
 Kind = tuple[Grid, ...]
 """The grids of a call."""
@@ -63,6 +63,7 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
 _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
 _SETTLING_CALLS = 10
 _BEST = "best of each call"
+_RATIOS = (("mmgraph", _BEST), ("usual, our kernels", "mmgraph"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,7 @@ class Bench:
             "timed_kinds": len(timed),
             "seconds": round(self._clock() - start, 1),
             "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
+            "ratios": _ratios(totals),
             "ways": {way: _without_kinds(result) for way, result in results.items()},
         }
 
@@ -333,6 +335,22 @@ WAYS: dict[str, Callable[[Bench, Turn], Result]] = {
 }
 
 
+def summary(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What came out of all traces together."""
+    numbers = ("calls", "timed_calls", "timed_kinds", "seconds")
+    results = traces.values()
+    totals = {way: sum(r["total_ms"][way] for r in results) for way in (*WAYS, _BEST)}
+    return {
+        **{name: round(sum(r[name] for r in results), 1) for name in numbers},
+        "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
+        "ratios": _ratios(totals),
+    }
+
+
+def _ratios(totals: Mapping[str, float]) -> dict[str, float]:
+    return {f"{a} / {b}": round(totals[a] / totals[b], 4) for a, b in _RATIOS}
+
+
 def _padding(result: Result, timed: Sequence[Kind], counts: Counter[Kind]) -> float:
     computed = sum(counts[kind] * result.tokens[kind][0] for kind in timed)
     padding = sum(counts[kind] * result.tokens[kind][1] for kind in timed)
@@ -341,18 +359,19 @@ def _padding(result: Result, timed: Sequence[Kind], counts: Counter[Kind]) -> fl
 
 def render(report: Mapping[str, Any]) -> str:
     """The report as a page of Markdown."""
-    names = [*WAYS, _BEST]
+    names, ratios = [*WAYS, _BEST], [f"{a} / {b}" for a, b in _RATIOS]
     lines = [
         f"# Traces on {report['model']}",
         "",
         "Total encoder time in ms, and in brackets relative to eager mode.",
         "",
-        "| trace | calls timed | " + " | ".join(names) + " |",
-        "|" + "---|" * (len(names) + 2),
+        "| trace | calls timed | " + " | ".join((*names, *ratios)) + " |",
+        "|" + "---|" * (len(names) + len(ratios) + 2),
     ]
-    for trace, result in report["traces"].items():
+    for trace, result in (*report["traces"].items(), ("all", report["all"])):
         totals = result["total_ms"]
         cells = [f"{totals[name]:.1f} ({totals[name] / totals['eager']:.2f})" for name in names]
+        cells += [f"{result['ratios'][name]:.3f}" for name in ratios]
         share = f"{result['timed_calls']} of {result['calls']} ({result['timed_kinds']} kinds)"
         lines.append(f"| {trace} | {share} | " + " | ".join(cells) + " |")
     heads = ("trace", "way", "worst kind, of eager", "padding", "graphs", "MiB", "settling, s")
@@ -415,6 +434,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for trace, result in bench.run(arguments.calls):
         report["traces"][trace] = result
+        report["all"] = summary(report["traces"])
         _write(report, arguments.out)
     print(render(report))
 

@@ -86,8 +86,19 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert result["ways"]["eager"]["worst"] == 1
         assert all(way["worst"] > 0 for way in result["ways"].values())
         assert all(0 <= way["padding"] < 1 for way in result["ways"].values())
+        ours, plain = totals["mmgraph"], totals["usual, our kernels"]
+        assert list(result["ratios"].values()) == pytest.approx(
+            [ours / totals["best of each call"], plain / ours], rel=1e-2
+        )
+    both = report["all"]
+    for way, ms in both["total_ms"].items():
+        assert ms == pytest.approx(sum(r["total_ms"][way] for r in report["traces"].values()))
+    assert both["ratios"]["mmgraph / best of each call"] >= 1
     text = (tmp_path / "traces-qwen2_5_vl-tiny.md").read_text(encoding="utf-8")
+    assert " | mmgraph / best of each call | usual, our kernels / mmgraph |\n" in text
     assert "| camera | 4 of 4 (1 kinds) |" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| all |")]
+    assert line.endswith("| {:.3f} | {:.3f} |".format(*both["ratios"].values()))
     assert "Command: `python -m scripts.bench_traces --model qwen2_5_vl:tiny" in text
 
 
