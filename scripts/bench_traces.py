@@ -20,7 +20,7 @@ Ways:
   together as far as the largest budget goes. mmgraph's preparation of the tower is off.
 - usual, our kernels: the same with everything that mmgraph does to the tower itself.
 - mmgraph, as few: mmgraph with as many graphs as these.
-- mmgraph: with its default settings.
+- mmgraph: with its default settings, but for `--max-graphs`.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class Bench:
         seconds: What ``run`` may take, about.
         shrink: Divides the sides of all grids, for tiny models.
         traces: Names of those to measure.
+        max_graphs: Of the way "mmgraph"; ``None`` for the default.
         clock: Tells seconds.
     """
 
@@ -137,8 +138,10 @@ class Bench:
         seconds: float = 120.0,
         shrink: int = 1,
         traces: Sequence[str] = tuple(TRACES),
+        max_graphs: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.config = GraphConfig() if max_graphs is None else GraphConfig(max_graphs=max_graphs)
         self.recipe = load_recipe(recipe)
         if self.recipe.family not in MODELS:
             raise SystemExit(f"--model must be of {', '.join(MODELS)}, got {recipe}")
@@ -331,7 +334,7 @@ WAYS: dict[str, Callable[[Bench, Turn], Result]] = {
     "usual": lambda bench, turn: bench.usual(turn, **_PLAIN),
     "usual, our kernels": Bench.usual,
     "mmgraph, as few": _as_few,
-    "mmgraph": lambda bench, turn: bench.attached(turn, GraphConfig()),
+    "mmgraph": lambda bench, turn: bench.attached(turn, bench.config),
 }
 
 
@@ -412,6 +415,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--seconds", type=float, default=120.0, help="what all may take, about")
     add("--shrink", type=int, default=1, help="divide the sides of grids, for tiny models")
     add("--traces", nargs="+", choices=list(TRACES), default=list(TRACES), help="which ones")
+    most = GraphConfig().max_graphs
+    add("--max-graphs", type=int, default=most, help='graphs of the way "mmgraph", at most')
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
@@ -423,12 +428,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds=arguments.seconds,
         shrink=arguments.shrink,
         traces=arguments.traces,
+        max_graphs=arguments.max_graphs,
     )
     report: dict[str, Any] = {
         "model": arguments.model,
         "command": f"python -m scripts.bench_traces --model {arguments.model} --out OUT "
         f"--calls {arguments.calls} --kinds {arguments.kinds} --repeats {arguments.repeats} "
-        f"--seconds {arguments.seconds:g} --shrink {arguments.shrink}",
+        f"--seconds {arguments.seconds:g} --shrink {arguments.shrink} "
+        f"--max-graphs {arguments.max_graphs}",
         "traces": {},
         "environment": asdict(Environment.read(device)),
     }

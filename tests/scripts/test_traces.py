@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from mmgraph import EncoderStats
+from mmgraph import ConfigError, EncoderStats
 from scripts import bench_traces
 from scripts.bench_traces import WAYS, Bench, Result, Turn, main
 from scripts.traces import MODELS, TRACES, make_trace
@@ -73,7 +73,7 @@ def test_the_usual_packing_has_one_graph_a_budget() -> None:
 def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     main(
         "--model qwen2_5_vl:tiny --calls 4 --kinds 1 --repeats 1 --shrink 24 --seconds 5 "
-        f"--traces camera chat --device cpu --out {tmp_path}".split()
+        f"--traces camera chat --max-graphs 1 --device cpu --out {tmp_path}".split()
     )
     report = json.loads((tmp_path / "traces-qwen2_5_vl-tiny.json").read_text(encoding="utf-8"))
     assert list(report["traces"]) == ["camera", "chat"]
@@ -83,6 +83,7 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert list(totals) == [*WAYS, "best of each call"]
         assert totals["best of each call"] <= min(totals[way] for way in WAYS)
         assert all(result["ways"][way]["graphs"] > 0 for way in WAYS if way != "eager")
+        assert result["ways"]["mmgraph"]["graphs"] == 1
         assert result["ways"]["eager"]["worst"] == 1
         assert all(way["worst"] > 0 for way in result["ways"].values())
         assert all(0 <= way["padding"] < 1 for way in result["ways"].values())
@@ -100,6 +101,7 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("| all |")]
     assert line.endswith("| {:.3f} | {:.3f} |".format(*both["ratios"].values()))
     assert "Command: `python -m scripts.bench_traces --model qwen2_5_vl:tiny" in text
+    assert "--shrink 24 --max-graphs 1`" in text
 
 
 class Clock:
@@ -244,3 +246,11 @@ def test_padding_is_of_the_calls_as_often_as_they_occur() -> None:
     assert bench_traces._padding(result, [small, large], counts) == 64 / (6 * 32 + 2 * 64)
     result = Result(tokens={small: (0, 0)})  # all in eager mode
     assert bench_traces._padding(result, [small], counts) == 0
+
+
+def test_an_impossible_number_of_graphs_is_refused_before_the_tower_is_built(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_traces, "load_recipe", lambda name: pytest.fail("built"))
+    with pytest.raises(ConfigError, match="max_graphs"):
+        bench_for(clock, max_graphs=0)
