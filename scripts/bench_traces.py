@@ -5,14 +5,22 @@
 Each kind of call is made a few times first, so that graphs are captured as they would be after some
 minutes of service, and is then timed once (the fastest of `--repeats`); totals count it as often as
 it occurs. Where `--kinds` or `--seconds` bound what is timed, totals are of those kinds that every
-way was timed on. Writes traces-MODEL.json and traces-MODEL.md after each trace. Ways:
+way was timed on. Writes traces-MODEL.json and traces-MODEL.md after each trace.
+
+`--seconds` is for all that follows once the tower is built. Each trace has an equal share of what
+is left of it, each way an equal share of what is left of its trace's: what one doesn't use goes to
+the next. Attaching, capturing and compiling count. Calls before the timed ones have up to half of a
+way's share; kinds that they don't reach are called once before they are timed. The most frequent
+kind of a trace is always called and timed in full, whatever that takes.
+
+Ways:
 
 - eager: the tower as transformers builds it.
 - usual: a graph for each power of two, with metadata at its worst; items sorted by size and put
   together as far as the largest budget goes. mmgraph's preparation of the tower is off.
 - usual, our kernels: the same with everything that mmgraph does to the tower itself.
 - mmgraph, as few: mmgraph with as many graphs as these.
-- mmgraph: with its default settings.
+- mmgraph: with its default settings, but for `--max-graphs`.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmgraph import GraphConfig, Handle, attach
+from mmgraph import EncoderStats, GraphConfig, Handle, attach
 from mmgraph.bench.environment import Environment
 from mmgraph.bench.power_of_two import power_of_two_budgets
 from mmgraph.recipes import load_recipe
@@ -37,7 +45,7 @@ from scripts.files import write
 from scripts.traces import MODELS, TRACES, Grid, make_trace
 from scripts.usual_planner import UsualPlanner
 
-__all__ = ["Bench", "render"]
+__all__ = ["Bench", "Turn", "render", "summary"]
 
 Kind = tuple[Grid, ...]
 """The grids of a call."""
@@ -54,6 +62,29 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
 )
 _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
 _SETTLING_CALLS = 10
+_BEST = "best of each call"
+_RATIOS = (("mmgraph", _BEST), ("usual, our kernels", "mmgraph"))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a way has to do on a trace, and until when.
+
+    Attributes:
+        kinds: Kinds of call of the trace, the most frequent first.
+        counts: How often each occurs.
+        reach: How many of them to time, at most: no more than the ways before did.
+        start: When it began, by the clock of the bench.
+        settled: When the calls before are over.
+        end: When timing is.
+    """
+
+    kinds: Sequence[Kind]
+    counts: Counter[Kind]
+    reach: int
+    start: float
+    settled: float
+    end: float
 
 
 @dataclass
@@ -62,15 +93,18 @@ class Result:
 
     Attributes:
         seconds: Of each kind of call that was timed.
+        tokens: Tokens that graphs computed for each while it was timed, and how many were padding.
         graphs: How many there are in the end.
         graph_mib: Device memory of these.
-        settling_s: What the calls before took, captures included.
+        settling_s: What attaching and the calls before took, captures included.
         misses: Items in eager mode by reason, settling included.
-        padding: Of the tokens that graphs computed, the part that was padding; settling included.
+        padding: Of the tokens that graphs compute for the calls of the trace that every way was
+            timed on, the part that is padding.
         worst: The kind of call that does worst against eager mode: its time in multiples of that.
     """
 
     seconds: dict[Kind, float] = field(default_factory=dict)
+    tokens: dict[Kind, tuple[int, int]] = field(default_factory=dict)
     graphs: int = 0
     graph_mib: float = 0.0
     settling_s: float = 0.0
@@ -87,9 +121,11 @@ class Bench:
         device: Where.
         kinds: Kinds of call of a trace to time, at most; the most frequent ones.
         repeats: How often each is timed.
-        seconds: What all may take; ways and traces have equal shares of it.
+        seconds: What ``run`` may take, about.
         shrink: Divides the sides of all grids, for tiny models.
         traces: Names of those to measure.
+        max_graphs: Of the way "mmgraph"; ``None`` for the default.
+        clock: Tells seconds.
     """
 
     def __init__(
@@ -102,14 +138,16 @@ class Bench:
         seconds: float = 120.0,
         shrink: int = 1,
         traces: Sequence[str] = tuple(TRACES),
+        max_graphs: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.config = GraphConfig() if max_graphs is None else GraphConfig(max_graphs=max_graphs)
         self.recipe = load_recipe(recipe)
         if self.recipe.family not in MODELS:
             raise SystemExit(f"--model must be of {', '.join(MODELS)}, got {recipe}")
         self.device = device
         self._kinds, self._repeats, self._shrink = kinds, repeats, shrink
-        self._traces = traces
-        self._share = seconds / (len(traces) * len(WAYS))
+        self._traces, self._seconds, self._clock = traces, seconds, clock
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.tower: nn.Module = self.recipe.build_encoder(device=device, dtype=dtype)
         config: Any = self.tower.config
@@ -119,10 +157,17 @@ class Bench:
 
     def run(self, calls: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Traces by name with what came out of each, one after another."""
-        for name in self._traces:
+        end = self._clock() + self._seconds
+        for done, name in enumerate(self._traces):
+            until = self._share(end, len(self._traces) - done)
             trace = make_trace(name, self.recipe.family, calls=calls)
             counts = Counter(tuple(map(self._shrunk, call)) for call in trace.calls)
-            yield name, self._trace(counts)
+            yield name, self._trace(counts, until)
+
+    def _share(self, end: float, of: int) -> float:
+        """When the first of `of` equal shares of the time from now to `end` is over."""
+        now = self._clock()
+        return now + max(0.0, end - now) / of
 
     def _shrunk(self, grid: Grid) -> Grid:
         merge, n = 2, self._shrink
@@ -130,7 +175,8 @@ class Bench:
         return t, max(merge, h // n // merge * merge), max(merge, w // n // merge * merge)
 
     @torch.no_grad()
-    def _trace(self, counts: Counter[Kind]) -> dict[str, Any]:
+    def _trace(self, counts: Counter[Kind], end: float) -> dict[str, Any]:
+        start = self._clock()
         kinds = [kind for kind, _ in counts.most_common(self._kinds)]
         most = max(_tokens(kind) for kind in kinds)
         generator = torch.Generator(self.device).manual_seed(0)
@@ -138,49 +184,56 @@ class Bench:
         self._patches = torch.randn(
             shape, dtype=self._dtype, device=self.device, generator=generator
         )
-        results = {}
+        results: dict[str, Result] = {}
+        reach = len(kinds)
         for way, make in WAYS.items():
-            results[way] = make(self, kinds, counts)
-            print(f"{way}: {len(results[way].seconds)} kinds timed", file=sys.stderr)
+            now, until = self._clock(), self._share(end, len(WAYS) - len(results))
+            turn = Turn(kinds, counts, reach, now, (now + until) / 2, until)
+            results[way] = make(self, turn)
+            # Totals are over what all have timed: the time for more goes to the ways that follow.
+            reach = len(results[way].seconds)
+            took = self._clock() - now
+            print(f"{way}: {reach} kinds timed, {took:.1f} of {until - now:.1f} s", file=sys.stderr)
         timed = [kind for kind in kinds if all(kind in r.seconds for r in results.values())]
         totals = {
             way: sum(counts[kind] * 1e3 * result.seconds[kind] for kind in timed)
             for way, result in results.items()
         }
-        totals["best of each call"] = sum(
+        totals[_BEST] = sum(
             counts[kind] * 1e3 * min(r.seconds[kind] for r in results.values()) for kind in timed
         )
         eager = results["eager"].seconds
         for result in results.values():
-            result.worst = max((result.seconds[k] / eager[k] for k in timed), default=1.0)
+            result.worst = max(result.seconds[k] / eager[k] for k in timed)
+            result.padding = _padding(result, timed, counts)
         return {
             "calls": sum(counts.values()),
             "kinds": len(counts),
             "timed_calls": sum(counts[kind] for kind in timed),
             "timed_kinds": len(timed),
+            "seconds": round(self._clock() - start, 1),
             "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
+            "ratios": _ratios(totals),
             "ways": {way: _without_kinds(result) for way, result in results.items()},
         }
 
-    def eager(self, kinds: Sequence[Kind], counts: Counter[Kind]) -> Result:
+    def eager(self, turn: Turn) -> Result:
         """The tower as it is."""
-        return self._time(kinds, counts, grids_on=self.device, settling=1)
+        return self._time(turn, grids_on=self.device, settling=1)
 
     def attached(
         self,
-        kinds: Sequence[Kind],
-        counts: Counter[Kind],
+        turn: Turn,
         config: GraphConfig,
         prepare: Callable[[Handle], None] = lambda _: None,
     ) -> Result:
         """The tower with graphs."""
         with attach(self.tower, config) as handle:
             prepare(handle)
-            result = self._time(kinds, counts, grids_on=torch.device("cpu"))
+            result = self._time(turn, grids_on=self._cpu, stats=handle.stats)
             stats = handle.stats()
         result.graphs, result.graph_mib = len(stats.graphs), round(stats.graph_bytes / 2**20, 1)
         result.misses = {reason.name: n for reason, n in stats.misses.items()}
-        result.padding = stats.padding / max(1, stats.padding + stats.tokens)
         return result
 
     def usual_budgets(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
@@ -188,15 +241,15 @@ class Bench:
         items = [t * h * w for kind in kinds for t, h, w in kind]
         return power_of_two_budgets(min(items), max(min(16384, 4 * max(items)), max(items)))
 
-    def usual(self, kinds: Sequence[Kind], counts: Counter[Kind], **config: Any) -> Result:
+    def usual(self, turn: Turn, **config: Any) -> Result:
         """Powers of two."""
-        budgets = self.usual_budgets(kinds)
+        budgets = self.usual_budgets(turn.kinds)
 
         def prepare(handle: Handle) -> None:
             for manager in handle._managers():
                 specs = [
                     item
-                    for kind in kinds
+                    for kind in turn.kinds
                     for item in manager.model.item_specs(self._call(kind, self._cpu)).items
                 ]
                 each = range(len(specs[0].num_segments))
@@ -212,7 +265,7 @@ class Bench:
             **_USUAL,
             **config,
         )
-        return self.attached(kinds, counts, settings, prepare)
+        return self.attached(turn, settings, prepare)
 
     _cpu = torch.device("cpu")
 
@@ -222,72 +275,106 @@ class Bench:
 
     def _time(
         self,
-        kinds: Sequence[Kind],
-        counts: Counter[Kind],
+        turn: Turn,
         grids_on: torch.device,
         settling: int = _SETTLING_CALLS,
+        stats: Callable[[], EncoderStats] = EncoderStats,
     ) -> Result:
-        calls = {kind: self._call(kind, grids_on) for kind in kinds}
-        result, start = Result(), time.perf_counter()
+        calls = {kind: self._call(kind, grids_on) for kind in turn.kinds[: turn.reach]}
+        result = Result()
+        settled = self._settle(turn, calls, settling)
+        result.settling_s = self._clock() - turn.start
         for kind, call in calls.items():
-            for _ in range(min(settling, counts[kind])):
-                self.tower(**call)
-            if time.perf_counter() - start > self._share:
+            if result.seconds and self._clock() >= turn.end:
                 break
-        self._wait()
-        result.settling_s = round(time.perf_counter() - start, 3)
-        start = time.perf_counter()
-        for kind, call in calls.items():
+            if kind not in settled:
+                result.settling_s += self._once(call)
+            before = stats()
             result.seconds[kind] = min(self._once(call) for _ in range(self._repeats))
-            if time.perf_counter() - start > self._share:
-                break
+            after = stats()
+            padding = after.padding - before.padding
+            result.tokens[kind] = after.tokens - before.tokens + padding, padding
+        result.settling_s = round(result.settling_s, 3)
         return result
+
+    def _settle(
+        self, turn: Turn, calls: Mapping[Kind, Mapping[str, torch.Tensor]], settling: int
+    ) -> set[Kind]:
+        """Make calls of each kind before it is timed; return those that there was time for."""
+        settled: set[Kind] = set()
+        if settling == 1:  # one before each is timed will do
+            return settled
+        for kind, call in calls.items():
+            for _ in range(min(settling, turn.counts[kind])):
+                if kind != turn.kinds[0] and self._clock() >= turn.settled:
+                    return settled
+                self._once(call)
+                settled.add(kind)
+        return settled
 
     def _once(self, call: Mapping[str, torch.Tensor]) -> float:
         self._wait()
-        start = time.perf_counter()
+        start = self._clock()
         self.tower(**call)
         self._wait()
-        return time.perf_counter() - start
+        return self._clock() - start
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def _as_few(bench: Bench, kinds: Sequence[Kind], counts: Counter[Kind]) -> Result:
-    number = len(bench.usual_budgets(kinds))
-    return bench.attached(kinds, counts, GraphConfig(max_graphs=number))
+def _as_few(bench: Bench, turn: Turn) -> Result:
+    number = len(bench.usual_budgets(turn.kinds))
+    return bench.attached(turn, GraphConfig(max_graphs=number))
 
 
-WAYS: dict[str, Callable[[Bench, Sequence[Kind], Counter[Kind]], Result]] = {
+WAYS: dict[str, Callable[[Bench, Turn], Result]] = {
     "eager": Bench.eager,
-    "usual": lambda bench, kinds, counts: bench.usual(kinds, counts, **_PLAIN),
+    "usual": lambda bench, turn: bench.usual(turn, **_PLAIN),
     "usual, our kernels": Bench.usual,
     "mmgraph, as few": _as_few,
-    "mmgraph": lambda bench, kinds, counts: bench.attached(kinds, counts, GraphConfig()),
+    "mmgraph": lambda bench, turn: bench.attached(turn, bench.config),
 }
+
+
+def summary(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What came out of all traces together."""
+    numbers = ("calls", "timed_calls", "timed_kinds", "seconds")
+    results = traces.values()
+    totals = {way: sum(r["total_ms"][way] for r in results) for way in (*WAYS, _BEST)}
+    return {
+        **{name: round(sum(r[name] for r in results), 1) for name in numbers},
+        "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
+        "ratios": _ratios(totals),
+    }
+
+
+def _ratios(totals: Mapping[str, float]) -> dict[str, float]:
+    return {f"{a} / {b}": round(totals[a] / totals[b], 4) for a, b in _RATIOS}
+
+
+def _padding(result: Result, timed: Sequence[Kind], counts: Counter[Kind]) -> float:
+    computed = sum(counts[kind] * result.tokens[kind][0] for kind in timed)
+    padding = sum(counts[kind] * result.tokens[kind][1] for kind in timed)
+    return padding / max(1, computed)
 
 
 def render(report: Mapping[str, Any]) -> str:
     """The report as a page of Markdown."""
-    names = [*WAYS, "best of each call"]
+    names, ratios = [*WAYS, _BEST], [f"{a} / {b}" for a, b in _RATIOS]
     lines = [
         f"# Traces on {report['model']}",
         "",
         "Total encoder time in ms, and in brackets relative to eager mode.",
         "",
-        "| trace | calls timed | " + " | ".join(names) + " |",
-        "|" + "---|" * (len(names) + 2),
+        "| trace | calls timed | " + " | ".join((*names, *ratios)) + " |",
+        "|" + "---|" * (len(names) + len(ratios) + 2),
     ]
-    for trace, result in report["traces"].items():
+    for trace, result in (*report["traces"].items(), ("all", report["all"])):
         totals = result["total_ms"]
-        cells = [
-            f"{totals[name]:.1f} ({totals[name] / totals['eager']:.2f})"
-            if totals["eager"]
-            else "not timed"
-            for name in names
-        ]
+        cells = [f"{totals[name]:.1f} ({totals[name] / totals['eager']:.2f})" for name in names]
+        cells += [f"{result['ratios'][name]:.3f}" for name in ratios]
         share = f"{result['timed_calls']} of {result['calls']} ({result['timed_kinds']} kinds)"
         lines.append(f"| {trace} | {share} | " + " | ".join(cells) + " |")
     heads = ("trace", "way", "worst kind, of eager", "padding", "graphs", "MiB", "settling, s")
@@ -313,7 +400,7 @@ def _tokens(kind: Kind) -> int:
 
 def _without_kinds(result: Result) -> dict[str, Any]:
     data = asdict(result)
-    del data["seconds"]
+    del data["seconds"], data["tokens"]
     return data
 
 
@@ -328,6 +415,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--seconds", type=float, default=120.0, help="what all may take, about")
     add("--shrink", type=int, default=1, help="divide the sides of grids, for tiny models")
     add("--traces", nargs="+", choices=list(TRACES), default=list(TRACES), help="which ones")
+    most = GraphConfig().max_graphs
+    add("--max-graphs", type=int, default=most, help='graphs of the way "mmgraph", at most')
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
@@ -339,17 +428,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds=arguments.seconds,
         shrink=arguments.shrink,
         traces=arguments.traces,
+        max_graphs=arguments.max_graphs,
     )
     report: dict[str, Any] = {
         "model": arguments.model,
         "command": f"python -m scripts.bench_traces --model {arguments.model} --out OUT "
         f"--calls {arguments.calls} --kinds {arguments.kinds} --repeats {arguments.repeats} "
-        f"--seconds {arguments.seconds:g} --shrink {arguments.shrink}",
+        f"--seconds {arguments.seconds:g} --shrink {arguments.shrink} "
+        f"--max-graphs {arguments.max_graphs}",
         "traces": {},
         "environment": asdict(Environment.read(device)),
     }
     for trace, result in bench.run(arguments.calls):
         report["traces"][trace] = result
+        report["all"] = summary(report["traces"])
         _write(report, arguments.out)
     print(render(report))
 

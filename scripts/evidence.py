@@ -70,7 +70,8 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
     others = tuple(f"--ignore=tests/{name}" for name in ("registry", "pipeline", "notebooks"))
     registry = ("tests/registry", "--registry-results", str(out / "registry.json"))
     notebook = "notebooks/latency_comparison.ipynb"
-    traces = (sys.executable, "-m", "scripts.bench_traces", "--out", str(out), "--seconds", "95")
+    traces = (sys.executable, "-m", "scripts.bench_traces", "--model")
+    few = ("--max-graphs", "16", "--out", str(out / "max-graphs-16"))
     soak = (sys.executable, "-m", "scripts.soak", "--model", "qwen2_5_vl:tiny", "--largest", "12")
     module = (sys.executable, "-m")
     return {
@@ -82,8 +83,11 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
         "demo": Part((*module, "mmgraph", "demo"), 180),
         "bench": Part((*module, "mmgraph", "bench", "-n", "10", "--out", str(out / "bench")), 600),
         "start": Part((*module, "scripts.bench_start", "--out", str(out)), 240),
-        "traces-qwen2.5": Part((*traces, "--model", "qwen2.5-vl-7b"), 200),
-        "traces-qwen3": Part((*traces, "--model", "qwen3-vl-8b"), 200),
+        "traces-qwen2.5": Part(
+            (*traces, "qwen2.5-vl-7b", "--out", str(out), "--seconds", "75"), 130
+        ),
+        "traces-qwen3": Part((*traces, "qwen3-vl-8b", "--out", str(out), "--seconds", "75"), 130),
+        "traces-16": Part((*traces, "qwen2.5-vl-7b", *few, "--seconds", "60"), 130),
         "soak": Part(
             (
                 *soak,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from scripts.bench_traces import WAYS, main
+from mmgraph import ConfigError, EncoderStats
+from scripts import bench_traces
+from scripts.bench_traces import WAYS, Bench, Result, Turn, main
 from scripts.traces import MODELS, TRACES, make_trace
 from scripts.usual_planner import UsualPlanner
 from tests.manager.test_plan import batch_of, graphs, image
@@ -68,19 +73,184 @@ def test_the_usual_packing_has_one_graph_a_budget() -> None:
 def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     main(
         "--model qwen2_5_vl:tiny --calls 4 --kinds 1 --repeats 1 --shrink 24 --seconds 5 "
-        f"--traces camera chat --device cpu --out {tmp_path}".split()
+        f"--traces camera chat --max-graphs 1 --device cpu --out {tmp_path}".split()
     )
     report = json.loads((tmp_path / "traces-qwen2_5_vl-tiny.json").read_text(encoding="utf-8"))
     assert list(report["traces"]) == ["camera", "chat"]
     for result in report["traces"].values():
-        assert result["timed_kinds"] >= 1
+        assert result["timed_kinds"] == 1
         totals = result["total_ms"]
         assert list(totals) == [*WAYS, "best of each call"]
         assert totals["best of each call"] <= min(totals[way] for way in WAYS)
         assert all(result["ways"][way]["graphs"] > 0 for way in WAYS if way != "eager")
+        assert result["ways"]["mmgraph"]["graphs"] == 1
         assert result["ways"]["eager"]["worst"] == 1
         assert all(way["worst"] > 0 for way in result["ways"].values())
         assert all(0 <= way["padding"] < 1 for way in result["ways"].values())
+        ours, plain = totals["mmgraph"], totals["usual, our kernels"]
+        assert list(result["ratios"].values()) == pytest.approx(
+            [ours / totals["best of each call"], plain / ours], rel=1e-2
+        )
+    both = report["all"]
+    for way, ms in both["total_ms"].items():
+        assert ms == pytest.approx(sum(r["total_ms"][way] for r in report["traces"].values()))
+    assert both["ratios"]["mmgraph / best of each call"] >= 1
     text = (tmp_path / "traces-qwen2_5_vl-tiny.md").read_text(encoding="utf-8")
+    assert " | mmgraph / best of each call | usual, our kernels / mmgraph |\n" in text
     assert "| camera | 4 of 4 (1 kinds) |" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| all |")]
+    assert line.endswith("| {:.3f} | {:.3f} |".format(*both["ratios"].values()))
     assert "Command: `python -m scripts.bench_traces --model qwen2_5_vl:tiny" in text
+    assert "--shrink 24 --max-graphs 1`" in text
+
+
+class Clock:
+    """Stands still unless something takes time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def bench_for(clock: Clock, **settings: object) -> Bench:
+    cpu = torch.device("cpu")
+    return Bench("qwen2_5_vl:tiny", cpu, clock=clock, **settings)
+
+
+def way(clock: Clock, turns: list[Turn], seconds: float, reached: int = 1) -> Callable[..., Result]:
+    """A way that takes `seconds` and times `reached` kinds, or what it may."""
+
+    def make(bench: Bench, turn: Turn) -> Result:
+        turns.append(turn)
+        clock.now += seconds
+        kinds = turn.kinds[: min(reached, turn.reach)]
+        return Result(dict.fromkeys(kinds, 0.5), dict.fromkeys(kinds, (100, 25)))
+
+    return make
+
+
+NAMES = ("eager", "usual", "usual, our kernels", "mmgraph")
+
+
+def test_what_a_way_does_not_use_goes_to_the_next(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[Turn] = []
+    takes = dict(zip(NAMES, (10.0, 4.0, 31.0, 0.0), strict=True))
+    ways = {name: way(clock, turns, seconds) for name, seconds in takes.items()}
+    monkeypatch.setattr(bench_traces, "WAYS", ways)
+    bench = bench_for(clock, seconds=80.0, traces=["camera", "chat"])
+    clock.now += 7  # building the tower isn't counted
+    results = dict(bench.run(20))
+    assert [turn.start - 107 for turn in turns] == [0, 10, 14, 45, 45, 55, 59, 90]
+    shares = [turn.end - turn.start for turn in turns]
+    # Of 40 s for the first trace, then of the 35 s that are left for the second.
+    assert shares == pytest.approx([10, 30 / 3, 26 / 2, 0, 35 / 4, 25 / 3, 21 / 2, 0])
+    halves = [turn.settled - turn.start for turn in turns]
+    assert halves == pytest.approx([share / 2 for share in shares])
+    assert [result["seconds"] for result in results.values()] == [45, 45]
+
+
+def test_later_ways_need_no_more_kinds_than_earlier_ones_reached(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[Turn] = []
+    reached = dict(zip(NAMES, (5, 9, 3, 9), strict=True))
+    ways = {name: way(clock, turns, 1.0, n) for name, n in reached.items()}
+    monkeypatch.setattr(bench_traces, "WAYS", ways)
+    ((_, result),) = bench_for(clock, kinds=8, traces=["photos"]).run(200)
+    assert [turn.reach for turn in turns] == [8, 5, 5, 3]
+    assert {len(turn.kinds) for turn in turns} == {8}  # budgets are for all of them
+    assert result["timed_kinds"] == 3
+    (first, *_) = turns
+    timed = sum(first.counts[kind] for kind in first.kinds[:3])
+    assert result["timed_calls"] == timed
+    assert result["total_ms"]["mmgraph"] == timed * 500
+    assert result["ways"]["mmgraph"]["padding"] == 0.25
+
+
+KINDS = (((1, 4, 4),), ((1, 4, 8),), ((1, 8, 8),), ((1, 8, 12),))
+
+
+class Tower:
+    """Takes a second a call, and serves it from a graph of 100 tokens."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.calls: list[int] = []
+        self.tokens = 0
+
+    def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> None:
+        self.clock.now += 1
+        self.calls.append(len(hidden_states))
+        self.tokens += len(hidden_states)
+
+    def stats(self) -> EncoderStats:
+        padding = 100 * len(self.calls) - self.tokens
+        return EncoderStats(tokens=self.tokens, padding=padding)
+
+
+@pytest.fixture
+def timed(clock: Clock) -> Callable[..., tuple[Result, list[int]]]:
+    """Times kinds in a number of seconds and returns the sizes of the calls as well."""
+
+    def time(seconds: float, settling: int = 3, reach: int = 4) -> tuple[Result, list[int]]:
+        bench = bench_for(clock)
+        bench.tower = tower = Tower(clock)
+        bench._patches = torch.empty(96, bench._width)
+        now = clock.now
+        turn = Turn(KINDS, Counter(KINDS * 5), reach, now, now + seconds / 2, now + seconds)
+        cpu = torch.device("cpu")
+        return bench._time(turn, cpu, settling=settling, stats=tower.stats), tower.calls
+
+    return time
+
+
+def test_half_of_a_share_is_for_settling(
+    timed: Callable[..., tuple[Result, list[int]]],
+) -> None:
+    result, calls = timed(10)
+    assert calls == [16] * 3 + [32] * 2 + [16] * 2 + [32] * 2 + [64] * 3
+    assert list(result.seconds) == list(KINDS[:3])
+    assert set(result.seconds.values()) == {1}
+    assert result.settling_s == 6  # a kind that settling didn't reach is called once before
+    assert result.tokens[KINDS[1]] == (200, 136)
+
+
+def test_the_most_frequent_kind_is_settled_and_timed_without_any_time(
+    timed: Callable[..., tuple[Result, list[int]]],
+) -> None:
+    result, calls = timed(0)
+    assert list(result.seconds) == [KINDS[0]]
+    assert calls == [16] * 5
+
+
+def test_eager_mode_is_called_once_before_each_kind_is_timed(
+    timed: Callable[..., tuple[Result, list[int]]],
+) -> None:
+    _, calls = timed(100, settling=1, reach=2)
+    assert calls == [16] * 3 + [32] * 3
+
+
+def test_padding_is_of_the_calls_as_often_as_they_occur() -> None:
+    small, large, rare = KINDS[:3]
+    result = Result(tokens={small: (32, 0), large: (64, 32), rare: (128, 64)})
+    counts = Counter({small: 6, large: 2, rare: 1})
+    assert bench_traces._padding(result, [small, large], counts) == 64 / (6 * 32 + 2 * 64)
+    result = Result(tokens={small: (0, 0)})  # all in eager mode
+    assert bench_traces._padding(result, [small], counts) == 0
+
+
+def test_an_impossible_number_of_graphs_is_refused_before_the_tower_is_built(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_traces, "load_recipe", lambda name: pytest.fail("built"))
+    with pytest.raises(ConfigError, match="max_graphs"):
+        bench_for(clock, max_graphs=0)
