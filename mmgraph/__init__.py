@@ -38,6 +38,7 @@ _EXPORTS = {
     "Handle": "attachment",
     "InvalidInputError": "errors",
     "MMGraphError": "errors",
+    "ProbeCall": "types",
     "Reason": "types",
     "Refusal": "types",
     "ReplayError": "errors",

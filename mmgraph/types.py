@@ -21,6 +21,7 @@ __all__ = [
     "EncoderItemSpec",
     "ExactCall",
     "GraphKey",
+    "ProbeCall",
     "Reason",
     "Refusal",
 ]
@@ -228,6 +229,19 @@ class BufferSpec:
     example: torch.Tensor | None = None
 
 
+class ProbeCall(dict[str, Any]):
+    """Arguments of a probe of several items, or one, each of which is known by a name.
+
+    Args:
+        arguments: Of the call.
+        names: Of its items, in order. Items of one name are the same numbers in every call.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], names: Sequence[Hashable]) -> None:
+        super().__init__(arguments)
+        self.names = tuple(names)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderFacts:
     """What an encoder is, as opposed to what its user wants of it.
@@ -245,7 +259,8 @@ class EncoderFacts:
             ``encoder_forward`` returns is kept.
         uniform_graphs: Whether graphs for segments of one length are worth keys of their own.
         probes: Calls that a fresh graph of a key must answer as eager mode does before it serves;
-            ``None`` for encoders that always take the same way through their code.
+            ``None`` for encoders that always take the same way through their code. What a
+            :class:`ProbeCall` consists of is answered once for all graphs of a capture up front.
         examples: Batches that calls of about `budget` tokens and at most `max_items` items look
             like, given both; what they need is captured up front.
     """

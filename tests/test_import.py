@@ -33,6 +33,7 @@ PUBLIC = [
     "Handle",
     "InvalidInputError",
     "MMGraphError",
+    "ProbeCall",
     "Reason",
     "Refusal",
     "ReplayError",

@@ -2,9 +2,8 @@
 
 Towers of transformers take these tensors from their keyword arguments instead of computing them
 (``transformers/vision_utils.py``); which of them a tower wants shows in its attributes, as in
-``transformers/exporters/utils.py``. What one grid adds is computed once (``grids.py``); a call's
-metadata is those arrays, shifted and laid end to end in one block of bytes, so that an upload is
-one copy.
+``transformers/exporters/utils.py``. A call's metadata is what each of its grids adds
+(``grids.py``), shifted and laid end to end in one block of bytes, so that an upload is one copy.
 
 Rows beyond the real ones get values that are in range: position 0, their own place in the window
 order, a grid of one merge group. No segment holds them.
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from mmgraph.encoders.grids import Array, Grid, axis_taps, combined_taps, position_ids, windows
+from mmgraph.encoders.grids import Array, Grid, GridArrays
 from mmgraph.types import EncoderItemSpec, GraphKey
 
 __all__ = ["Grid", "PackedMetadata"]
@@ -31,22 +30,24 @@ __all__ = ["Grid", "PackedMetadata"]
 Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 16
 _CACHED_GRIDS = 256
+_CUMULATIVE = ("cu_seqlens", "cu_window_seqlens")
+"""One for each kind of attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: np.dtype[Any]
     start: int
     stop: int
 
     def of(self, block: Bytes) -> Array:
         """The field as a view of `block`."""
-        return np.ndarray(self.shape, _NUMPY[self.dtype], block.data, self.start)
+        return np.ndarray(self.shape, self.dtype, block, self.start)
 
 
-_NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+_TORCH = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
 
 
 class PackedMetadata:
@@ -60,19 +61,22 @@ class PackedMetadata:
         if window is not None and patch is not None:
             self._window = max(1, int(window) // self.merge_size // int(patch))
         self._per_step = {"cu_seqlens": 1, "cu_window_seqlens": 1, "window_index": self._group}
-        self._side = _find(tower, "num_grid_per_side")
-        self._interpolation: dict[str, Any] = {
-            "mode": _find(tower, "interpolation_mode") or "bilinear",
-            "padding": _find(tower, "interpolation_padding") or "border",
-            "align_corners": _find(tower, "interpolation_align_corners") is True,
-        }
-        self._merge_temporal = bool(getattr(tower, "merge_temporal", False))
-        self._include_temporal = bool(
-            getattr(tower, "include_temporal", _find(tower, "axis_dim") is not None)
+        side = _find(tower, "num_grid_per_side")
+        self._grids = GridArrays(
+            self.merge_size,
+            window=self._window,
+            temporal=bool(getattr(tower, "include_temporal", _find(tower, "axis_dim") is not None)),
+            merge_temporal=bool(getattr(tower, "merge_temporal", False)),
+            side=None if side is None else int(side),
+            interpolation={
+                "mode": _find(tower, "interpolation_mode") or "bilinear",
+                "padding": _find(tower, "interpolation_padding") or "border",
+                "align_corners": _find(tower, "interpolation_align_corners") is True,
+            },
         )
-        self.arrays = lru_cache(maxsize=_CACHED_GRIDS)(self._arrays)
+        self._smallest = np.array((1, self.merge_size, self.merge_size))
+        self.arrays = lru_cache(maxsize=_CACHED_GRIDS)(self._grids.arrays)
         self.item = lru_cache(maxsize=4096)(self._item)
-        self._taps = lru_cache(maxsize=_CACHED_GRIDS)(self._axis)
         self._layout = lru_cache(maxsize=256)(self._fields)
         self._is_by_frame = lru_cache(maxsize=4096)(self._compare_with_frames)
 
@@ -82,20 +86,32 @@ class PackedMetadata:
 
     def fill(self, block: Bytes, grids: tuple[Grid, ...], key: GraphKey) -> None:
         """Write the metadata of `grids` into `block`, which has `num_bytes(key)` bytes."""
+        fields = {field.name: field.of(block) for field in self._layout(key)}
+        for name in _CUMULATIVE[: len(key.segment_capacity)]:
+            fields[name][0], fields[name] = 0, fields[name][1:]
+        if len(grids) == 1:  # written to where it is to be: most calls of a new size
+            stops = self._grids.lengths(grids[0])
+            self._grids.write(grids[0], {n: out[: stops[n]] for n, out in fields.items()})
+        else:
+            stops = self._lay_out(grids, fields)
+        tokens = sum([t * h * w for t, h, w in grids])
+        rest = {"grid_thw": self._smallest, **dict.fromkeys(_CUMULATIVE, tokens)}
+        for name, out in fields.items():
+            stop, size = stops[name], len(out)
+            if stop < size:
+                is_order = name == "window_index"
+                out[stop:] = np.arange(stop, size) if is_order else rest.get(name, 0)
+
+    def _lay_out(self, grids: tuple[Grid, ...], fields: Mapping[str, Array]) -> dict[str, int]:
+        """Write the arrays of `grids` end to end into `fields`; where they end."""
         items = [self.arrays(grid) for grid in grids]
         tokens = list(accumulate([t * h * w for t, h, w in grids], initial=0))
-        rest: dict[str, Any] = {"grid_thw": (1, self.merge_size, self.merge_size)}
-        for field in self._layout(key):
-            name, out, start = field.name, field.of(block), 0
-            if name.startswith("cu_"):
-                out[0], out, rest[name] = 0, out[1:], tokens[-1]
+        stops = dict.fromkeys(fields, 0)
+        for name, out in fields.items():
             for item, before in zip(items, tokens, strict=False):
-                stop = start + len(item[name])
-                out[start:stop] = self._shifted(name, item, before)
-                start = stop
-            if start < len(out):
-                is_order = name == "window_index"
-                out[start:] = np.arange(start, len(out)) if is_order else rest.get(name, 0)
+                start, stops[name] = stops[name], stops[name] + len(item[name])
+                out[start : stops[name]] = self._shifted(name, item, before)
+        return stops
 
     def example(self, key: GraphKey) -> Bytes:
         """A block that is valid for `key`: single merge groups as far as the tables reach."""
@@ -107,7 +123,8 @@ class PackedMetadata:
     def kwargs(self, block: torch.Tensor, key: GraphKey) -> dict[str, Any]:
         """The tower's keyword arguments as views of the block on its device."""
         kwargs: dict[str, Any] = {
-            f.name: block[f.start : f.stop].view(f.dtype).view(f.shape) for f in self._layout(key)
+            f.name: block[f.start : f.stop].view(_TORCH[f.dtype.type]).view(f.shape)
+            for f in self._layout(key)
         }
         kwargs["max_seqlen"] = key.max_seqlen[0]
         if self._window:
@@ -118,11 +135,11 @@ class PackedMetadata:
         """The planner's view of a grid, or ``None`` if no image can have it."""
         if len(grid) != 3 or min(grid) < 1 or any(side % self.merge_size for side in grid[1:]):
             return None
-        arrays = self.arrays(grid)
-        tokens = len(arrays["position_ids"])
-        counts = [len(ends) for name, ends in arrays.items() if name.startswith("cu_")]
-        longest = [tokens // counts[0], self._window**2 * self._group]
-        return EncoderItemSpec(tokens, tuple(counts), tuple(longest[: len(counts)]), grid)
+        t, h, w = grid
+        lengths = self._grids.lengths(grid)
+        counts = [lengths[name] for name in _CUMULATIVE if name in lengths]
+        longest = [t * h * w // counts[0], self._window**2 * self._group]
+        return EncoderItemSpec(t * h * w, tuple(counts), tuple(longest[: len(counts)]), grid)
 
     def parts(self, grid: Grid, max_tokens: int) -> list[Grid] | None:
         """Videos of at most `max_tokens` that in a row are the same to the tower as one of `grid`.
@@ -152,44 +169,17 @@ class PackedMetadata:
         per_step = self._per_step.get(name)
         return item[name] + tokens // per_step if per_step and tokens else item[name]
 
-    def _arrays(self, grid: Grid) -> dict[str, Array]:
-        """What one item contributes by field, with offsets counted from its own first patch."""
-        t, h, w = grid
-        segments = 1 if self._merge_temporal else t
-        ids = position_ids(grid, self.merge_size, temporal=self._include_temporal)
-        arrays = {
-            "grid_thw": np.array([(1, h, w)] * segments),
-            "cu_seqlens": np.arange(1, segments + 1) * (t * h * w // segments),
-            "position_ids": ids,
-        }
-        if self._window:
-            order, lengths = windows(grid, self.merge_size, self._window)
-            arrays |= {"window_index": order, "cu_window_seqlens": lengths.cumsum()}
-        if self._side is not None:
-            taps = combined_taps(ids, self._side, self._taps(h), self._taps(w))
-            arrays["interp_indices"], arrays["interp_weights"] = taps
-        return arrays
-
-    def _axis(self, size: int) -> tuple[Array, Array]:
-        return axis_taps(size, int(self._side or 0), **self._interpolation)
-
     def _fields(self, key: GraphKey) -> tuple[_Field, ...]:
-        tokens, segments = key.token_budget, key.segment_capacity[0]
-        taps = 16 if self._interpolation["mode"] == "bicubic" else 4
-        shapes: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        tokens, segments = key.token_budget, key.segment_capacity
+        sizes = {
             # One grid a segment, and one for the rows of none: some towers look it up by row.
-            ("grid_thw", (segments + 1, 3), torch.int64),
-            ("cu_seqlens", (segments + 1,), torch.int32),
-            ("position_ids", (tokens, 3 if self._include_temporal else 2), torch.int64),
-        ]
-        if self._window:
-            shapes.append(("window_index", (tokens // self._group,), torch.int64))
-            shapes.append(("cu_window_seqlens", (key.segment_capacity[1] + 1,), torch.int32))
-        if self._side is not None:
-            shapes.append(("interp_indices", (tokens, taps), torch.int64))
-            shapes.append(("interp_weights", (tokens, taps), torch.float32))
+            "grid_thw": segments[0] + 1,
+            **{name: size + 1 for name, size in zip(_CUMULATIVE, segments, strict=False)},
+            "window_index": tokens // self._group,
+        }
         fields, start = [], 0
-        for name, shape, dtype in shapes:
+        for name, (columns, kind) in self._grids.columns.items():
+            shape, dtype = (sizes.get(name, tokens), *columns), np.dtype(kind)
             stop = start + int(np.prod(shape)) * dtype.itemsize
             fields.append(_Field(name, shape, dtype, start, stop))
             start = -(-stop // _ALIGNMENT) * _ALIGNMENT

@@ -27,6 +27,7 @@ from mmgraph.types import (
     EncoderFacts,
     EncoderItemSpec,
     GraphKey,
+    ProbeCall,
     Reason,
     Refusal,
 )
@@ -36,7 +37,10 @@ __all__ = ["PackedEncoder", "read_grids_on_host"]
 _GRID = "grid_thw"
 _METADATA = "metadata"
 _CACHED_METADATA = 64
+_CACHED_SIGNATURES = 64
 _DEFAULT_MAX_TOKENS = 16384
+_LEAST_GROUPS = 16
+"""Merge groups of the smallest image of a probe that has several."""
 
 
 class PackedEncoder(TowerEncoder):
@@ -52,6 +56,8 @@ class PackedEncoder(TowerEncoder):
         super().__init__(tower, method, preparation, watch)
         self.metadata = PackedMetadata(tower.module)
         self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+        self._signatures: dict[Hashable, Hashable] = {}
+        """By what a call is besides its sizes."""
         self._lock = threading.Lock()
 
     def embed_multimodal(self, **mm_kwargs: Any) -> Any:
@@ -175,14 +181,29 @@ class PackedEncoder(TowerEncoder):
             raise Refusal(Reason.UNSUPPORTED_CALL, batch, "packed attention gives no weights")
         return EncoderBatch(batch.items, signature)
 
-    def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> Hashable:
-        """The grids by value, everything else as in other towers."""
-        grid = mm_kwargs.get(_GRID)
-        if not isinstance(grid, torch.Tensor):
-            return super()._fingerprint(mm_kwargs)
-        others = {name: value for name, value in mm_kwargs.items() if name != _GRID}
-        values = tuple(map(tuple, read_grids_on_host(grid)))
-        return (values, super()._fingerprint(others))
+    def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The grids by value, the number of patches, and everything else as in other towers."""
+        name = self.signature.main_input
+        grid, main = mm_kwargs.get(_GRID), mm_kwargs.get(name)
+        if not isinstance(grid, torch.Tensor) or not isinstance(main, torch.Tensor):
+            return ((), 0, super()._fingerprint(mm_kwargs))
+        others = {n: value for n, value in mm_kwargs.items() if n != _GRID and n != name}
+        kind = (main.shape[1:], main.dtype, super()._fingerprint(others))
+        return (tuple(map(tuple, read_grids_on_host(grid))), main.shape[0], kind)
+
+    def _read_new(self, fingerprint: Any, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        """Where nothing but the sizes is new, all is known by the fingerprint."""
+        grids, rows, kind = fingerprint
+        signature = self._signatures.get(kind)
+        if signature is not None:
+            items = tuple([item for item in map(self.metadata.item, grids) if item is not None])
+            if len(items) == len(grids) and rows == sum([item.num_tokens for item in items]):
+                return EncoderBatch(items, signature)
+        batch = self._read_items(mm_kwargs)
+        if len(self._signatures) >= _CACHED_SIGNATURES:
+            self._signatures.clear()
+        self._signatures[kind] = batch.signature
+        return batch
 
     def _item(self, grid: Grid) -> EncoderItemSpec:
         spec = self.metadata.item(grid)
@@ -227,23 +248,51 @@ class PackedEncoder(TowerEncoder):
             examples.append(EncoderBatch((large, *(small,) * others), signature))
         return examples
 
-    def _probes(self, key: GraphKey) -> Sequence[Mapping[str, Any]]:
+    def _probes(self, key: GraphKey) -> Sequence[ProbeCall]:
         """Two calls: the largest images that the graph takes, and smaller ones if it takes any."""
         largest = max(key.max_seqlen)
-        sizes = (largest, largest) if key.uniform else (largest, largest // 2)
-        return [self._probe_call(key, size, seed) for seed, size in enumerate(sizes, start=1)]
+        if key.uniform:
+            grids = self._uniform_grids(key, largest)
+            return [self._probe_call(key, grids, first) for first in (0, len(grids))]
+        grids = self._probe_grids(key, largest)
+        others = self._powers_of_two(key) if 2 * largest > key.token_budget else []
+        if others in ([], grids):
+            others = self._probe_grids(key, largest // 2)
+        return [self._probe_call(key, grids), self._probe_call(key, others)]
 
-    def _probe_call(self, key: GraphKey, size: int, seed: int) -> dict[str, Any]:
+    def _probe_call(self, key: GraphKey, grids: Sequence[Grid], first: int = 0) -> ProbeCall:
+        """A call with images of `grids`; those of one grid differ, from number `first` on."""
         assert isinstance(key.signature, CallSignature)
         ((name, shape, dtype),) = key.signature.tensors
-        find = self._uniform_grids if key.uniform else self._probe_grids
-        grids = find(key, size)
-        rows = sum(t * h * w for t, h, w in grids)
-        return {
-            name: self._random(rows, *shape, seed=seed).to(dtype),
+        images = [(grid, first + grids[:i].count(grid)) for i, grid in enumerate(grids)]
+        patches = [
+            self._random(t * h * w, *shape, seed=hash((t, h, w, nth)) % 2**31).to(dtype)
+            for (t, h, w), nth in images
+        ]
+        arguments = {
+            name: torch.cat(patches),
             _GRID: torch.tensor(grids),
             **self._constants(key),
         }
+        return ProbeCall(arguments, [(key.signature, *image) for image in images])
+
+    def _powers_of_two(self, key: GraphKey) -> list[Grid]:
+        """Images of different powers of two that fill a graph of `key` together, the last largest.
+
+        Graphs of other budgets have the same ones, so that eager mode has answered them already.
+        """
+        merge, grids = self.metadata.merge_size, list[Grid]()
+        tokens, segments = key.token_budget, list(key.segment_capacity)
+        for power in reversed(range((key.token_budget - 1).bit_length())):
+            if 1 << power < _LEAST_GROUPS * merge * merge:
+                break
+            item = self._item(_square_grid(1 << power, merge))
+            left = [a - b for a, b in zip(segments, item.num_segments, strict=True)]
+            fits = all(a <= b for a, b in zip(item.max_seqlen, key.max_seqlen, strict=True))
+            if fits and item.num_tokens <= tokens and min(left) >= 0:
+                grids.insert(0, item.geometry)
+                tokens, segments = tokens - item.num_tokens, left
+        return grids
 
     def _probe_grids(self, key: GraphKey, size: int) -> list[Grid]:
         """Equal images of at most `size` tokens that a graph of `key` takes, as many as fit."""

@@ -266,13 +266,17 @@ class TowerEncoder(ABC):
         except TypeError:  # a config switch that is a list, say: too rare to make it hashable
             return self._read_items(mm_kwargs)
         if batch is None:
-            batch = self._read_items(mm_kwargs)
+            batch = self._read_new(fingerprint, mm_kwargs)
             if not batch.items:
                 raise Refusal(Reason.NO_ITEMS, batch)
             if len(self._batches) >= _REMEMBERED_CALLS:
                 self._batches.clear()
             self._batches[fingerprint] = batch
         return batch
+
+    def _read_new(self, fingerprint: Hashable, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
+        """Like `_read_items`, for a call with a fingerprint that isn't remembered."""
+        return self._read_items(mm_kwargs)
 
     def _fingerprint(self, mm_kwargs: Mapping[str, Any]) -> Hashable:
         """Everything that `_read_items` looks at, as cheaply as that can be had."""

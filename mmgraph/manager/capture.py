@@ -133,7 +133,7 @@ class Capturer:
         try:
             for probe in self._probes.of(key):
                 call = probe.call
-                eager = flat(probe.answer())
+                eager = probe.tensors(flat, entry.layout)
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 collector = Collector(entry.layout, batch)

@@ -23,7 +23,7 @@ from mmgraph.log import get_logger
 from mmgraph.manager.verify import in_half, largest_error, max_error, relative_error
 from mmgraph.protocol import SupportsReference
 
-__all__ = ["Judge"]
+__all__ = ["Flat", "Judge"]
 
 Flat = Callable[[Any], Sequence[torch.Tensor]]
 """Gives the tensors of an output in the order in which they are compared."""

@@ -79,6 +79,13 @@ class OutputLayout:
         built = pytree.tree_unflatten(values, self.tree)
         return reordered(built, self.order)
 
+    def joined(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Flat tensors of a call, from those of its items, each of which was called alone."""
+        return [
+            torch.cat(parts, leaf.dim)
+            for leaf, parts in zip(self.leaves, zip(*outputs, strict=True), strict=True)
+        ]
+
     def split(self, tensor: torch.Tensor, batch: EncoderBatch) -> list[torch.Tensor]:
         """Split the first tensor of an output by item; views, (rows, D) each."""
         leaf = self.leaves[0]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from mmgraph.graphs import GraphBackend
+from mmgraph.manager.judge import Flat
+from mmgraph.manager.outputs import OutputLayout
 from mmgraph.protocol import SupportsEncoderCudaGraph
-from mmgraph.types import EncoderFacts, GraphKey
+from mmgraph.types import EncoderFacts, GraphKey, ProbeCall
 
 __all__ = ["Probe", "Probes"]
 
 _REMEMBERED = 4
+_NAMED = 16
 
 
 class Probe:
@@ -38,6 +43,10 @@ class Probe:
         self._backend = backend
         self._answer: Any = None
 
+    def tensors(self, flat: Flat, _: OutputLayout) -> Sequence[torch.Tensor]:
+        """Eager mode's answer as a graph of that layout gives it."""
+        return flat(self.answer())
+
     def answer(self) -> Any:
         """What ``embed_multimodal`` returns."""
         if self._answer is None:
@@ -56,10 +65,28 @@ class Probe:
         return self._model.embed_multimodal(**self.call)
 
 
+class _OfParts(Probe):
+    """A call of items that eager mode answers one by one: a graph has to treat them so as well."""
+
+    def __init__(
+        self,
+        call: Mapping[str, Any],
+        parts: Sequence[Probe],
+        model: SupportsEncoderCudaGraph,
+        backend: GraphBackend,
+    ) -> None:
+        super().__init__(call, model, backend)
+        self._parts = parts
+
+    def tensors(self, flat: Flat, layout: OutputLayout) -> Sequence[torch.Tensor]:
+        return layout.joined([part.tensors(flat, layout) for part in self._parts])
+
+
 class Probes:
     """The probes of an encoder by key; in a capture those of its graphs are often the same calls.
 
-    In a bulk capture eager mode takes longer than all else, so it answers no call twice.
+    In a capture up front eager mode takes longer than all else, so it answers no call twice, and
+    no item that has a name.
     """
 
     def __init__(
@@ -69,22 +96,31 @@ class Probes:
         self._facts = facts
         self._backend = backend
         self._remembered: list[Probe] = []
+        self._named: OrderedDict[Hashable, Probe] = OrderedDict()
         self._depth = 0
+        self._for_many = False
 
     @contextmanager
-    def remembered(self) -> Iterator[None]:
-        """Within the block the last few probes and their answers are kept; then nothing is."""
+    def remembered(self, *, for_many: bool = False) -> Iterator[None]:
+        """Within the block the last few probes and their answers are kept; then nothing is.
+
+        Args:
+            for_many: Whether so many graphs are captured that items will come again.
+        """
         self._depth += 1
+        outer, self._for_many = self._for_many, self._for_many or for_many
         try:
             yield
         finally:
             self._depth -= 1
+            self._for_many = outer
             if not self._depth:
                 self.forget()
 
     def forget(self) -> None:
         """Keep nothing."""
         self._remembered.clear()
+        self._named.clear()
 
     def of(self, key: GraphKey) -> Sequence[Probe]:
         """The calls that a graph of `key` is checked with; none for an encoder that names none."""
@@ -93,12 +129,37 @@ class Probes:
         return [self._probe(call) for call in self._facts.probes(key)]
 
     def _probe(self, call: Mapping[str, Any]) -> Probe:
+        if isinstance(call, ProbeCall):
+            return self._of_names(call)
         for probe in self._remembered:
             if _equal(probe.call, call):
                 return probe
         probe = Probe(call, self._model, self._backend)
         if self._depth:
             self._remembered[:] = [*self._remembered[1 - _REMEMBERED :], probe]
+        return probe
+
+    def _of_names(self, call: ProbeCall) -> Probe:
+        if len(call.names) == 1:
+            return self._of_name(call.names[0], lambda: call)
+        if not self._for_many:
+            return Probe(call, self._model, self._backend)
+        parts = [
+            self._of_name(name, partial(self._model.select_items, call, [i]))
+            for i, name in enumerate(call.names)
+        ]
+        return _OfParts(call, parts, self._model, self._backend)
+
+    def _of_name(self, name: Hashable, call: Callable[[], Mapping[str, Any]]) -> Probe:
+        probe = self._named.get(name)
+        if probe is None:
+            probe = Probe(call(), self._model, self._backend)
+            if self._depth:
+                self._named[name] = probe
+                if len(self._named) > _NAMED:
+                    self._named.popitem(last=False)
+        else:
+            self._named.move_to_end(name)
         return probe
 
 

@@ -67,7 +67,7 @@ class UpFront:
         """
         before, graphs_before = self.store.num_bytes, len(self.store.entries)
         no_memory: CaptureError | None = None
-        with freeze_gc_for_cudagraph_capture(), self.store.probes.remembered():
+        with freeze_gc_for_cudagraph_capture(), self.store.probes.remembered(for_many=True):
             for key in self.keys():
                 if len(self.store.entries) >= self._config.max_graphs:
                     _logger.warning(

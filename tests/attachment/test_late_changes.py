@@ -322,10 +322,10 @@ def test_the_grids_of_a_call_are_read_once(monkeypatch: pytest.MonkeyPatch) -> N
             "mmgraph.encoders.packed.read_grids_on_host",
             lambda grid: reads.append(grid) or grid.tolist(),
         )
-        for grid, expected in (([1, 4, 6], 2), ([1, 4, 6], 1), ([1, 20, 20], 2), ([1, 20, 20], 1)):
+        for grid in ([1, 4, 6], [1, 4, 6], [1, 20, 20], [1, 20, 20]):
             reads.clear()
             tower(torch.randn(grid[1] * grid[2], width), grid_thw=torch.tensor([grid]))
-            assert len(reads) == expected, grid  # a new size is looked up, then read
+            assert len(reads) == 1, grid
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import vision_utils
 
-from mmgraph.encoders.grids import Grid, axis_taps, combined_taps, position_ids, windows
+from mmgraph.encoders.grids import Grid, GridArrays, axis_taps
 
 PATCH = 14
 merges = st.integers(1, 4)
@@ -31,7 +31,8 @@ def test_positions_are_those_of_transformers(case: tuple[Grid, int], temporal: b
     theirs = vision_utils.get_vision_position_ids(
         torch.tensor([grid]), merge, include_temporal=temporal
     )
-    assert torch.equal(torch.from_numpy(position_ids(grid, merge, temporal=temporal)), theirs)
+    arrays = GridArrays(merge, temporal=temporal).arrays(grid)
+    assert torch.equal(torch.from_numpy(arrays["position_ids"]), theirs)
 
 
 @settings(deadline=None, max_examples=100)
@@ -39,10 +40,10 @@ def test_positions_are_those_of_transformers(case: tuple[Grid, int], temporal: b
 def test_windows_are_those_of_transformers(case: tuple[Grid, int], side: int, rest: int) -> None:
     grid, merge = case
     size = side * merge * PATCH + rest
-    order, lengths = windows(grid, merge, side)
+    arrays = GridArrays(merge, window=side).arrays(grid)
     index, ends = vision_utils.get_vision_window_index(torch.tensor([grid]), merge, size, PATCH)
-    assert torch.equal(torch.from_numpy(order), index)
-    assert [0, *lengths.cumsum().tolist()] == ends.tolist()
+    assert torch.equal(torch.from_numpy(arrays["window_index"]), index)
+    assert [0, *arrays["cu_window_seqlens"].tolist()] == ends.tolist()
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
@@ -55,9 +56,8 @@ def test_taps_are_those_of_transformers_to_the_last_bit(
 ) -> None:
     grid, merge = case
     how: dict[str, Any] = {"mode": mode, "padding": padding, "align_corners": align_corners}
-    rows, columns = (axis_taps(size, side, **how) for size in grid[1:])
-    ids = position_ids(grid, merge, temporal=False)
-    indices, weights = combined_taps(ids, side, rows, columns)
+    arrays = GridArrays(merge, side=side, interpolation=how).arrays(grid)
+    indices, weights = arrays["interp_indices"], arrays["interp_weights"]
     their_indices, their_weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor([grid]), side, spatial_merge_size=merge, **how
     )

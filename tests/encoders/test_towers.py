@@ -233,3 +233,25 @@ def test_an_encoder_calls_the_method_as_it_was_when_it_was_made(layout: str) -> 
     encoder.tower.module.forward = lambda **_: pytest.fail("somebody's wrapper was called")
     output = encoder.embed_multimodal(**call)
     assert torch.equal(output.last_hidden_state, before(**call).last_hidden_state)
+
+
+def test_a_new_size_is_read_like_the_first_call_of_its_kind(packed: TowerEncoder) -> None:
+    """Where only sizes are new, all is known beforehand; what is wrong is found all the same."""
+    name = packed.signature.main_input
+    call = call_of("packed")
+    width = call[name].shape[1]
+
+    def of(grid: Any, rows: int, **more: Any) -> dict[str, Any]:
+        return {name: torch.randn(rows, width), "grid_thw": torch.tensor(grid), **more}
+
+    first = packed.item_specs(call)
+    for grid in ([[1, 4, 6]], [[1, 8, 2], [2, 4, 4]], [[1, 4, 6]]):
+        rows = sum(t * h * w for t, h, w in grid)
+        known, fresh = packed.item_specs(of(grid, rows)), make_encoder("packed")
+        assert known == fresh.item_specs(of(grid, rows))
+        assert known.signature == first.signature
+    more = packed.item_specs(of([[1, 4, 8]], 32, output_hidden_states=True))
+    assert more.signature != first.signature
+    for grid, rows in (([[1, 4, 6]], 25), ([[1, 3, 4]], 12), ([[1, 0, 4]], 0), ([[1, 4]], 4)):
+        with pytest.raises(InvalidInputError):
+            packed.item_specs(of(grid, rows))

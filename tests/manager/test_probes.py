@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmgraph import EncoderFacts, GraphKey
+from mmgraph import CaptureError, EncoderFacts, GraphKey
 from mmgraph.manager.probes import Probe, Probes, _equal
 from mmgraph.manager.store import GraphStore
-from tests.manager.engine import EngineEncoder, MeasuredBackend, call_of, make_manager
+from mmgraph.types import ProbeCall
+from tests.manager.engine import BUDGETS, EngineEncoder, MeasuredBackend, call_of, make_manager
 
 
 class Timed(MeasuredBackend):
@@ -122,3 +123,71 @@ def test_eager_mode_is_timed_again_only_where_its_price_matters(
     (seconds,) = manager._store.eager_times.seconds.values()
     assert {8, 16, 32} <= seconds.keys()
     assert all(seconds[tokens] > 0 for tokens in (8, 16, 32))
+
+
+class Named(EngineEncoder):
+    """Has its graphs answer one item of 8 tokens, and two of 4.
+
+    Attributes:
+        mixes: Whether items of one call, against the rules, see each other.
+    """
+
+    mixes = False
+
+    def encoder_facts(self) -> EncoderFacts:
+        def probes(key: GraphKey) -> Sequence[Mapping[str, Any]]:
+            items = range(min(2, key.segment_capacity[0]))
+            fours = call_of([4 for _ in items])
+            fours["patches"] = torch.cat([call_of([4], seed)["patches"] for seed in items])
+            return [
+                ProbeCall(call_of([8], 9), ["eight"]),
+                ProbeCall(fours, [("four", seed) for seed in items]),
+            ]
+
+        return dataclasses.replace(super().encoder_facts(), probes=probes)
+
+    def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> torch.Tensor:
+        return self._mixed(super().encoder_forward(buffers, key), buffers["patches"])
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        outputs = super().embed_multimodal(**mm_kwargs)
+        return [self._mixed(output, mm_kwargs["patches"]) for output in outputs]
+
+    def _mixed(self, output: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
+        return output + patches.abs().mean() if self.mixes else output
+
+
+def test_named_items_are_answered_once_where_there_are_many_graphs() -> None:
+    encoder = Named().requires_grad_(False).eval()
+    manager = make_manager(encoder, max_items=2)
+    manager.capture()
+    assert len(manager.stats().graphs) == 2 * len(BUDGETS)
+    assert encoder.eager_calls == [[8], [4], [4]]
+    assert not manager._store.probes._named
+
+
+def test_a_graph_by_itself_is_checked_with_whole_calls() -> None:
+    encoder = Named().requires_grad_(False).eval()
+    manager = make_manager(encoder)
+    manager.execute(call_of([6, 2]))
+    assert encoder.eager_calls == [[8], [4, 4]]
+    assert manager.stats().hits == 2
+
+
+def test_a_graph_whose_items_see_each_other_is_refused() -> None:
+    encoder = Named().requires_grad_(False).eval()
+    encoder.mixes = True
+    with pytest.raises(CaptureError, match="differs from eager mode"):
+        make_manager(encoder, max_items=2).capture()
+
+
+def test_only_so_many_names_are_kept() -> None:
+    probes = probes_of(Named())
+    calls = [ProbeCall(call_of([4], seed), [seed]) for seed in range(40)]
+    with probes.remembered(for_many=True):
+        first, second = (probes._probe(call) for call in calls[:2])
+        for call in calls[2:]:
+            probes._probe(call)
+            assert probes._probe(calls[0]) is first  # what is asked for stays
+        assert probes._probe(calls[1]) is not second
+    assert probes._probe(calls[0]) is not first
