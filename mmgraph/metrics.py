@@ -21,6 +21,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EncoderStats], float]]] = {
     "mmgraph_replays": ("Replays, also of graphs that are gone", lambda s: s.replays),
     "mmgraph_tokens": ("Real tokens replayed", lambda s: s.tokens),
     "mmgraph_padding_tokens": ("Tokens replayed that belonged to no item", lambda s: s.padding),
+    "mmgraph_evictions": ("Graphs freed to make room for others", lambda s: s.evictions),
 }
 _GAUGES: dict[str, tuple[str, Callable[[EncoderStats], float | None]]] = {
     "mmgraph_graphs": ("Graphs held now", lambda s: len(s.graphs)),

@@ -78,6 +78,7 @@ class EncoderStats:
         replays: Replays, also of graphs that are gone.
         tokens: Real tokens replayed.
         padding: Tokens replayed that belonged to no item.
+        evictions: Graphs that were freed to make room for others.
         graphs: One record a graph that is held now.
         call_sizes: Calls by the tokens of all their items, as far as sizes could be read; where
             there are very many sizes, close ones are counted as the larger.
@@ -91,6 +92,7 @@ class EncoderStats:
     replays: int = 0
     tokens: int = 0
     padding: int = 0
+    evictions: int = 0
     graphs: tuple[GraphRecord, ...] = ()
     call_sizes: dict[int, int] = field(default_factory=dict)
     item_sizes: dict[int, int] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class EncoderStats:
             replays=sum(p.replays for p in parts),
             tokens=sum(p.tokens for p in parts),
             padding=sum(p.padding for p in parts),
+            evictions=sum(p.evictions for p in parts),
             graphs=tuple(graph for p in parts for graph in p.graphs),
             call_sizes=_sum(p.call_sizes for p in parts),
             item_sizes=_sum(p.item_sizes for p in parts),
@@ -149,6 +152,7 @@ class EncoderStats:
             "replays": self.replays,
             "tokens": self.tokens,
             "padding": self.padding,
+            "evictions": self.evictions,
             "graphs": [graph.to_dict() for graph in self.graphs],
             "call_sizes": _by_text(self.call_sizes),
             "item_sizes": _by_text(self.item_sizes),
@@ -210,6 +214,7 @@ class StatsRecorder:
     def reset(self) -> None:
         """Set every counter to zero."""
         self._calls = self._hits = self._num_replays = self._tokens = self._padding = 0
+        self._evictions = 0
         self._misses: Counter[Reason] = Counter()
         self._replays: Counter[GraphKey] = Counter()
         self._tokens_by_key: Counter[GraphKey] = Counter()
@@ -243,6 +248,11 @@ class StatsRecorder:
             self._replays[key] += 1
             self._tokens_by_key[key] += num_tokens
 
+    def evicted(self, num_graphs: int) -> None:
+        """Count `num_graphs` graphs that are freed to make room for others."""
+        with self._lock:
+            self._evictions += num_graphs
+
     def forget(self, keys: list[GraphKey]) -> None:
         """Drop the replay counts of graphs that are gone."""
         with self._lock:
@@ -272,6 +282,7 @@ class StatsRecorder:
                 replays=self._num_replays,
                 tokens=self._tokens,
                 padding=self._padding,
+                evictions=self._evictions,
                 graphs=graphs,
                 call_sizes=dict(sorted(self._call_sizes.counts.items())),
                 item_sizes=dict(sorted(self._item_sizes.counts.items())),

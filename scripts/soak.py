@@ -47,6 +47,7 @@ class Report:
         items: Items in them.
         checked: Calls compared with eager mode.
         worst: The largest error of these, as a share of what is allowed.
+        evictions: Graphs that had to go to make room for others.
         changes: How often graphs were freed, budgets refitted or a report written.
         reserved_mib: Samples, in the order in which they were taken: on a GPU what torch holds,
             elsewhere the most that the process has taken so far.
@@ -58,6 +59,7 @@ class Report:
     items: int = 0
     checked: int = 0
     worst: float = 0.0
+    evictions: int = 0
     changes: dict[str, int] = field(default_factory=dict)
     reserved_mib: list[float] = field(default_factory=list)
     allocated_mib: list[float] = field(default_factory=list)
@@ -224,6 +226,7 @@ class Soak:
 
     def _reconcile(self, handle: Handle) -> None:
         stats = handle.stats()
+        self.report.evictions = stats.evictions
         counted = stats.hits + sum(stats.misses.values())
         if not self.report.errors and counted != self.report.items:
             self.report.errors.append(f"{counted} items counted, {self.report.items} sent")

@@ -15,7 +15,13 @@ from mmgraph.stats import GraphRecord
 
 GRAPH = GraphRecord(GraphKey(64), 3, 100, 0.5, 0.25, replay_seconds=1e-3, eager_seconds=3e-3)
 STATS = EncoderStats(
-    calls=5, hits=7, misses={Reason.GRAD: 2}, tokens=90, padding=10, graphs=(GRAPH, GRAPH)
+    calls=5,
+    hits=7,
+    misses={Reason.GRAD: 2},
+    tokens=90,
+    padding=10,
+    evictions=4,
+    graphs=(GRAPH, GRAPH),
 )
 
 
@@ -48,6 +54,7 @@ def test_items_are_hits_and_misses_by_reason(families: dict[str, Any]) -> None:
     assert dict(families["mmgraph_hits"].metrics)["vision",] == 7
     assert families["mmgraph_misses"].metrics == [(("vision", "GRAD"), 2)]
     assert dict(families["mmgraph_padding_tokens"].metrics)["vision",] == 10
+    assert dict(families["mmgraph_evictions"].metrics)["vision",] == 4
 
 
 def test_graphs_of_one_name_are_one_series(families: dict[str, Any]) -> None:

@@ -84,6 +84,8 @@ def test_reset_sets_everything_to_zero() -> None:
     recorder.seen((64,))
     recorder.snapshot()
     recorder.seen((64,))
+    recorder.evicted(2)
+    assert recorder.snapshot().evictions == 2
     recorder.reset()
     assert recorder.snapshot() == EncoderStats()
     assert recorder.replays(SMALL) == 0
@@ -112,6 +114,7 @@ def test_to_dict_is_json_with_reasons_and_keys_by_name() -> None:
         "replays": 1,
         "tokens": 200,
         "padding": 56,
+        "evictions": 0,
         "graphs": [
             {
                 "key": "256 tokens, segments <= 4, seqlen <= 128",

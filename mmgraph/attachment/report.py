@@ -22,7 +22,7 @@ def render_report(
         if s.graphs:
             lines.append(
                 f"  graphs    {len(s.graphs)}, {s.graph_bytes / 2**20:.1f} MiB, "
-                f"captured in {s.capture_seconds:.1f} s{_saved(s.saved_ms)}"
+                f"captured in {s.capture_seconds:.1f} s{_saved(s.saved_ms)}{_evicted(s)}"
             )
         for graph in sorted(s.graphs, key=lambda g: g.key.token_budget):
             lines.append(
@@ -34,6 +34,10 @@ def render_report(
 
 def _saved(milliseconds: float | None) -> str:
     return "" if milliseconds is None else f", {milliseconds:.0f} ms saved"
+
+
+def _evicted(stats: EncoderStats) -> str:
+    return f", {stats.evictions} freed for others" if stats.evictions else ""
 
 
 def _padding(stats: EncoderStats) -> str:

@@ -125,6 +125,14 @@ def freeze(value: Any) -> Hashable:
     raise Refusal(Reason.UNSUPPORTED_CALL, detail=f"an argument of type {type(value).__name__}")
 
 
+def fingerprint(value: Any) -> Hashable:
+    """:func:`freeze`, where an argument that can't be frozen is known by its identity."""
+    try:
+        return freeze(value)
+    except Refusal:  # such a call is refused when it is read
+        return id(value)
+
+
 def thaw(value: Hashable) -> Any:
     """Undo :func:`freeze`."""
     if isinstance(value, tuple):

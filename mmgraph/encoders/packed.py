@@ -14,9 +14,11 @@ from torch import nn
 from mmgraph.encoders.calls import CallSignature, wants_attentions
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.metadata import Grid, PackedMetadata
+from mmgraph.encoders.packed_probes import PackedProbes, square_grid
+from mmgraph.encoders.random_inputs import normal
 from mmgraph.encoders.rows import runs
 from mmgraph.encoders.tower import TowerEncoder
-from mmgraph.errors import CaptureError, InvalidInputError, UnsupportedModelError
+from mmgraph.errors import InvalidInputError, UnsupportedModelError
 from mmgraph.modules.attention import attention_implementation
 from mmgraph.modules.watch import TowerWatch
 from mmgraph.ops import VARLEN_ATTENTION, attending
@@ -27,7 +29,6 @@ from mmgraph.types import (
     EncoderFacts,
     EncoderItemSpec,
     GraphKey,
-    ProbeCall,
     Reason,
     Refusal,
 )
@@ -39,8 +40,6 @@ _METADATA = "metadata"
 _CACHED_METADATA = 64
 _CACHED_SIGNATURES = 64
 _DEFAULT_MAX_TOKENS = 16384
-_LEAST_GROUPS = 16
-"""Merge groups of the smallest image of a probe that has several."""
 
 
 class PackedEncoder(TowerEncoder):
@@ -55,6 +54,7 @@ class PackedEncoder(TowerEncoder):
     ) -> None:
         super().__init__(tower, method, preparation, watch)
         self.metadata = PackedMetadata(tower.module)
+        self._probes = PackedProbes(self)
         self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._signatures: dict[Hashable, Hashable] = {}
         """By what a call is besides its sizes."""
@@ -78,7 +78,7 @@ class PackedEncoder(TowerEncoder):
             max_tokens=_DEFAULT_MAX_TOKENS,
             eager_returns="tree",
             uniform_graphs=self.preparation.attention is not None,
-            probes=self._probes,
+            probes=self._probes.of,
             examples=self._examples,
         )
 
@@ -90,7 +90,7 @@ class PackedEncoder(TowerEncoder):
                 "once with real inputs (capture='lazy'), then capture() knows them"
             )
         side = 4 * self.metadata.merge_size
-        patches = self._random(side * side, *shape)
+        patches = normal((side * side, *shape), self.device, self.dtype)
         return {self.signature.main_input: patches, _GRID: torch.tensor([[1, side, side]])}
 
     def divided(self, batch: EncoderBatch, max_tokens: int) -> EncoderBatch | None:
@@ -103,7 +103,7 @@ class PackedEncoder(TowerEncoder):
             parts = self.metadata.parts(item.geometry, max_tokens)
             if parts is None:
                 return None
-            first, *rest = map(self._item, parts)
+            first, *rest = map(self.item, parts)
             items += [first, *(replace(part, is_rest=True) for part in rest)]
         return EncoderBatch(tuple(items), batch.signature)
 
@@ -145,7 +145,7 @@ class PackedEncoder(TowerEncoder):
         call = {
             main: buffers[main],
             **self.metadata.kwargs(buffers[_METADATA], key),
-            **self._constants(key),
+            **self.constants(key),
         }
         bounds = zip(key.segment_capacity, key.max_seqlen, key.uniform, strict=False)
         uniform = frozenset((count, longest) for count, longest, same in bounds if same)
@@ -161,7 +161,7 @@ class PackedEncoder(TowerEncoder):
         if not isinstance(main, torch.Tensor) or main.dim() < 2 or grid is None:
             raise Refusal(Reason.UNSUPPORTED_CALL, detail="no patches or no grid_thw")
         grids = read_grids_on_host(grid)
-        batch = EncoderBatch(tuple(self._item(tuple(g)) for g in grids))
+        batch = EncoderBatch(tuple(self.item(tuple(g)) for g in grids))
         expected = sum(item.num_tokens for item in batch.items)
         if expected != main.shape[0]:
             if main.shape[:2] == (1, expected):  # a tower that packs along dimension 1
@@ -205,7 +205,12 @@ class PackedEncoder(TowerEncoder):
         self._signatures[kind] = batch.signature
         return batch
 
-    def _item(self, grid: Grid) -> EncoderItemSpec:
+    def item(self, grid: Grid) -> EncoderItemSpec:
+        """What is known of an image or video by its grid.
+
+        Raises:
+            InvalidInputError: It is no grid.
+        """
         spec = self.metadata.item(grid)
         if spec is None:
             raise InvalidInputError(
@@ -240,88 +245,13 @@ class PackedEncoder(TowerEncoder):
     def _examples(self, budget: int, max_items: int) -> Sequence[EncoderBatch]:
         """One square image, and one of over half the budget among as many small ones as fit."""
         signature, merge = self.example_signature(), self.metadata.merge_size
-        examples = [EncoderBatch((self._item(_square_grid(budget, merge)),), signature)]
-        large = self._item(_square_grid(budget * 5 // 8, merge))
+        examples = [EncoderBatch((self.item(square_grid(budget, merge)),), signature)]
+        large = self.item(square_grid(budget * 5 // 8, merge))
         others = min(max_items - 1, (budget - large.num_tokens) // (merge * merge))
         if others > 0:
-            small = self._item(_square_grid((budget - large.num_tokens) // others, merge))
+            small = self.item(square_grid((budget - large.num_tokens) // others, merge))
             examples.append(EncoderBatch((large, *(small,) * others), signature))
         return examples
-
-    def _probes(self, key: GraphKey) -> Sequence[ProbeCall]:
-        """Two calls: the largest images that the graph takes, and smaller ones if it takes any."""
-        largest = max(key.max_seqlen)
-        if key.uniform:
-            grids = self._uniform_grids(key, largest)
-            return [self._probe_call(key, grids, first) for first in (0, len(grids))]
-        grids = self._probe_grids(key, largest)
-        others = self._powers_of_two(key) if 2 * largest > key.token_budget else []
-        if others in ([], grids):
-            others = self._probe_grids(key, largest // 2)
-        return [self._probe_call(key, grids), self._probe_call(key, others)]
-
-    def _probe_call(self, key: GraphKey, grids: Sequence[Grid], first: int = 0) -> ProbeCall:
-        """A call with images of `grids`; those of one grid differ, from number `first` on."""
-        assert isinstance(key.signature, CallSignature)
-        ((name, shape, dtype),) = key.signature.tensors
-        images = [(grid, first + grids[:i].count(grid)) for i, grid in enumerate(grids)]
-        patches = [
-            self._random(t * h * w, *shape, seed=hash((t, h, w, nth)) % 2**31).to(dtype)
-            for (t, h, w), nth in images
-        ]
-        arguments = {
-            name: torch.cat(patches),
-            _GRID: torch.tensor(grids),
-            **self._constants(key),
-        }
-        return ProbeCall(arguments, [(key.signature, *image) for image in images])
-
-    def _powers_of_two(self, key: GraphKey) -> list[Grid]:
-        """Images of different powers of two that fill a graph of `key` together, the last largest.
-
-        Graphs of other budgets have the same ones, so that eager mode has answered them already.
-        """
-        merge, grids = self.metadata.merge_size, list[Grid]()
-        tokens, segments = key.token_budget, list(key.segment_capacity)
-        for power in reversed(range((key.token_budget - 1).bit_length())):
-            if 1 << power < _LEAST_GROUPS * merge * merge:
-                break
-            item = self._item(_square_grid(1 << power, merge))
-            left = [a - b for a, b in zip(segments, item.num_segments, strict=True)]
-            fits = all(a <= b for a, b in zip(item.max_seqlen, key.max_seqlen, strict=True))
-            if fits and item.num_tokens <= tokens and min(left) >= 0:
-                grids.insert(0, item.geometry)
-                tokens, segments = tokens - item.num_tokens, left
-        return grids
-
-    def _probe_grids(self, key: GraphKey, size: int) -> list[Grid]:
-        """Equal images of at most `size` tokens that a graph of `key` takes, as many as fit."""
-        merge = self.metadata.merge_size
-        while True:
-            item = self._item(_square_grid(size, merge))
-            count = min(
-                key.token_budget // item.num_tokens,
-                *(c // n for c, n in zip(key.segment_capacity, item.num_segments, strict=True)),
-            )
-            longest = zip(item.max_seqlen, key.max_seqlen, strict=True)
-            if (count and all(a <= b for a, b in longest)) or size <= merge * merge:
-                return [item.geometry] * max(1, count)
-            size //= 2
-
-    def _uniform_grids(self, key: GraphKey, size: int) -> list[Grid]:
-        """Equal images of `size` tokens that fill a graph whose segments are all of one length."""
-        merge, count = self.metadata.merge_size, key.token_budget // size
-        for height in range(merge, size // merge + 1, merge):
-            if size % (height * merge):
-                continue
-            item = self._item((1, height, size // height))
-            kinds = zip(key.uniform, item.num_segments, key.segment_capacity, strict=True)
-            if item.max_seqlen == key.max_seqlen and all(
-                n * count == capacity if same else n * count <= capacity
-                for same, n, capacity in kinds
-            ):
-                return [item.geometry] * count
-        raise CaptureError(f"no images of {size} tokens each fill a graph of {key}")
 
 
 def read_grids_on_host(grid: Any) -> list[list[int]]:
@@ -337,13 +267,6 @@ def _offsets(grids: Sequence[Sequence[int]]) -> list[int]:
     for t, h, w in grids:
         offsets.append(offsets[-1] + t * h * w)
     return offsets
-
-
-def _square_grid(tokens: int, merge: int) -> Grid:
-    """The most square image grid of at most `tokens` patches."""
-    groups = max(1, tokens // (merge * merge))
-    height = max(1, int(groups**0.5))
-    return (1, height * merge, (groups // height) * merge)
 
 
 def _patch_shape(module: nn.Module) -> tuple[int, ...] | None:

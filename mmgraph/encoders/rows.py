@@ -10,6 +10,7 @@ from torch import nn
 
 from mmgraph.encoders.calls import CallSignature
 from mmgraph.encoders.places import casts_to_integers
+from mmgraph.encoders.random_inputs import fractions, normal
 from mmgraph.encoders.tower import TowerEncoder
 from mmgraph.errors import UnsupportedModelError
 from mmgraph.types import (
@@ -50,7 +51,7 @@ class RowsEncoder(TowerEncoder):
                 f"the input size of {self.name} can't be read off its config: call it once with "
                 "real inputs (capture='lazy'), then capture() knows it"
             )
-        return {self.signature.main_input: self._random(1, *shape)}
+        return {self.signature.main_input: normal((1, *shape), self.device, self.dtype)}
 
     def select_items(self, mm_kwargs: Mapping[str, Any], items: Sequence[int]) -> dict[str, Any]:
         return {
@@ -82,7 +83,7 @@ class RowsEncoder(TowerEncoder):
         return {name: [mm_kwargs[name][a:b] for a, b in runs(items)] for name in names}
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
-        call = {**buffers, **self._constants(key)}
+        call = {**buffers, **self.constants(key)}
         return self.preparation.run(lambda: self.forward(**call))
 
     def _read_items(self, mm_kwargs: Mapping[str, Any]) -> EncoderBatch:
@@ -129,7 +130,7 @@ class RowsEncoder(TowerEncoder):
 
     def _probe_call(self, key: GraphKey, rows: int, *, full: bool) -> dict[str, Any]:
         assert isinstance(key.signature, CallSignature)
-        probe = self._constants(key)
+        probe = self.constants(key)
         for name, shape, dtype in key.signature.tensors:
             if dtype.is_floating_point:
                 probe[name] = self._contents(key, rows, *shape, seed=1 + full).to(dtype)
@@ -141,8 +142,8 @@ class RowsEncoder(TowerEncoder):
 
     def _contents(self, key: GraphKey, *shape: int, seed: int) -> torch.Tensor:
         """Random contents, none of which the tower can take for a place that isn't there."""
-        make = self._fractions if self._reads_places(key) else self._random
-        return make(*shape, seed=seed)
+        make = fractions if self._reads_places(key) else normal
+        return make(shape, self.device, self.dtype, seed)
 
     def _reads_places(self, key: GraphKey) -> bool:
         if self._has_places is None:
@@ -152,11 +153,11 @@ class RowsEncoder(TowerEncoder):
 
     def _small_call(self, key: GraphKey) -> dict[str, Any]:
         assert isinstance(key.signature, CallSignature)
-        call = self._constants(key)
+        call = self.constants(key)
         for name, shape, dtype in key.signature.tensors:
             call[name] = torch.ones(1, *shape, dtype=dtype, device=self.device)
             if dtype.is_floating_point:
-                call[name] = self._fractions(1, *shape).to(dtype)
+                call[name] = fractions((1, *shape), self.device, self.dtype).to(dtype)
         return call
 
     _has_places: bool | None = None

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from mmgraph.encoders.calls import CallSignature, TowerSignature, config_flags, freeze, thaw
+from mmgraph.encoders.calls import (
+    CallSignature,
+    TowerSignature,
+    config_flags,
+    fingerprint,
+    freeze,
+    thaw,
+)
 from mmgraph.encoders.discovery import Tower
 from mmgraph.encoders.exact import exact_call
+from mmgraph.encoders.inside import eager_towers
 from mmgraph.modules.attention import attends_by_segments, attention_implementation
 from mmgraph.modules.caches import OwnCaches, private_caches
 from mmgraph.modules.placement import first_parameter, main_dtype, placement_problem, widened
@@ -33,25 +40,9 @@ from mmgraph.types import (
     Refusal,
 )
 
-__all__ = ["TowerEncoder", "eager_towers", "encoder_for", "inside_tower"]
+__all__ = ["TowerEncoder"]
 
 _REMEMBERED_CALLS = 1024
-_inside: ContextVar[bool] = ContextVar("mmgraph_inside_tower", default=False)
-
-
-def inside_tower() -> bool:
-    """Whether a tower is being run by mmgraph, so that wrapped methods in it pass through."""
-    return _inside.get()
-
-
-@contextmanager
-def eager_towers() -> Iterator[None]:
-    """Within the block attached towers run in eager mode, uncounted."""
-    token = _inside.set(True)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
 
 
 class TowerEncoder(ABC):
@@ -285,7 +276,7 @@ class TowerEncoder(ABC):
             if isinstance(value, torch.Tensor):
                 parts.append((name, value.shape, value.dtype, value.device))
             else:
-                parts.append((name, _fingerprint_of(value)))
+                parts.append((name, fingerprint(value)))
         return tuple(parts)
 
     def _mode_reason(self, mm_kwargs: Mapping[str, Any]) -> Reason | None:
@@ -333,54 +324,16 @@ class TowerEncoder(ABC):
             flags=self._flags(),
         )
 
-    def _random(self, *shape: int, seed: int = 0) -> torch.Tensor:
-        """Random numbers like the tower's inputs; the user's generators stay where they are."""
-        generator = self._generator(seed)
-        numbers = torch.randn(*shape, generator=generator, device=generator.device)
-        return numbers.to(self.device, self.dtype)
-
-    def _fractions(self, *shape: int, seed: int = 0) -> torch.Tensor:
-        """Random numbers in [0, 1), which are 0 for a tower that takes them for integers."""
-        generator = self._generator(seed)
-        numbers = torch.rand(*shape, generator=generator, device=generator.device)
-        numbers = numbers * 0.99  # below 1 in half precision too
-        return numbers.to(self.device, self.dtype)
-
-    def _generator(self, seed: int) -> torch.Generator:
-        device = "cpu" if self.device.type == "meta" else self.device
-        return torch.Generator(device).manual_seed(seed)
-
     def _flags(self) -> tuple[Hashable, ...]:
         flags = () if self._config is None else config_flags(self._config)
         return tuple(flag if isinstance(flag, type) else freeze(flag) for flag in flags)
 
     @staticmethod
-    def _constants(key: GraphKey) -> dict[str, Any]:
+    def constants(key: GraphKey) -> dict[str, Any]:
+        """Arguments that calls of a graph of `key` have in common."""
         assert isinstance(key.signature, CallSignature)
         return {name: thaw(value) for name, value in key.signature.constants}
 
 
 def _wants_gradients(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _fingerprint_of(value: Any) -> Hashable:
-    try:
-        return freeze(value)
-    except Refusal:  # such a call is refused when it is read
-        return id(value)
-
-
-def encoder_for(
-    tower: Tower,
-    method: str = "forward",
-    preparation: Preparation | None = None,
-    watch: TowerWatch | None = None,
-) -> TowerEncoder:
-    """Return the encoder for the layout of `tower`; without `preparation` it is left as it is."""
-    from mmgraph.encoders.packed import PackedEncoder
-    from mmgraph.encoders.rows import RowsEncoder
-
-    return {"packed": PackedEncoder, "rows": RowsEncoder}[tower.layout](
-        tower, method, preparation, watch
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,13 +27,15 @@ from mmgraph.graphs import (
 from mmgraph.graphs.backend import ran_out_of_memory, without_frames
 from mmgraph.log import WarnOnce, get_logger
 from mmgraph.manager.caches import private_caches
+from mmgraph.manager.contents import copied, varied
 from mmgraph.manager.judge import Judge
 from mmgraph.manager.trial import tried
 from mmgraph.manager.verify import shortest
 from mmgraph.protocol import SupportsExactGraphs
+from mmgraph.stats import StatsRecorder
 from mmgraph.types import ExactCall, GraphKey, Reason, Refusal
 
-__all__ = ["ExactEntry", "ExactGraphs", "copied", "exact_graphs"]
+__all__ = ["ExactEntry", "ExactGraphs", "exact_graphs"]
 
 _REMEMBERED_CALLS = 1024
 
@@ -43,7 +45,7 @@ def exact_graphs(
     model: object,
     name: str,
     backend: GraphBackend,
-    forget: Callable[[list[GraphKey]], None],
+    stats: StatsRecorder,
 ) -> ExactGraphs | None:
     """Make the place for graphs of exact calls, where the settings and the encoder want it.
 
@@ -53,7 +55,7 @@ def exact_graphs(
     if config.mode == "full":
         return None
     if isinstance(model, SupportsExactGraphs):
-        return ExactGraphs(model, name, backend, forget)
+        return ExactGraphs(model, name, backend, stats)
     if config.mode == "piecewise":
         raise ConfigError(
             "mode='piecewise' needs exact_call() and exact_forward(), which "
@@ -112,7 +114,7 @@ class ExactGraphs:
         model: The encoder.
         name: Where it sits in its model, for messages.
         backend: Captures the graphs.
-        forget: Called with the keys of graphs that are gone.
+        stats: Counts.
     """
 
     def __init__(
@@ -120,10 +122,10 @@ class ExactGraphs:
         model: SupportsExactGraphs,
         name: str,
         backend: GraphBackend,
-        forget: Callable[[list[GraphKey]], None],
+        stats: StatsRecorder,
     ) -> None:
         self.entries: OrderedDict[GraphKey, ExactEntry] = OrderedDict()
-        self._forget = forget
+        self._stats = stats
         self._model = model
         self._name = name
         self._backend = backend
@@ -209,6 +211,7 @@ class ExactGraphs:
         while len(self.entries) > max(0, room):
             key = next(iter(self.entries))
             self._free(key)
+            self._stats.evicted(1)
             self._seen.pop(key, None)
 
     def refuse(self, key: GraphKey) -> None:
@@ -217,7 +220,8 @@ class ExactGraphs:
 
     def clear(self) -> None:
         """Free every graph, and forget what was seen."""
-        self.shrink(0)
+        for key in list(self.entries):
+            self._free(key)
         self._seen.clear()
 
     def _capture_if_seen(
@@ -246,7 +250,7 @@ class ExactGraphs:
         if entry is not None:
             self._backend.settle()  # its memory may be read on a stream that isn't ours
             entry.graph.close()
-            self._forget([key])
+            self._stats.forget([key])
 
     def _drop(self, key: GraphKey, reason: Reason, why: str) -> None:
         self._free(key)
@@ -298,7 +302,7 @@ class ExactGraphs:
 
     def _check(self, entry: ExactEntry, call: ExactCall) -> None:
         """Raise unless the graph equals eager mode on two contents."""
-        for contents in (call.contents, {n: _varied(t) for n, t in call.contents.items()}):
+        for contents in (call.contents, {n: varied(t) for n, t in call.contents.items()}):
             probe = {**contents, **call.others}
             try:  # on copies: the tower may write to what it gets
                 arguments = copied(probe)
@@ -337,29 +341,3 @@ def _reason_of(error: CaptureError) -> Reason:
     if isinstance(error, _NotFaster):
         return Reason.NOT_FASTER
     return Reason.OUT_OF_MEMORY if ran_out_of_memory(error) else Reason.CAPTURE_FAILED
-
-
-def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with tensors of their own, which nobody else reads or changes."""
-    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
-
-
-def _varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Other contents of the same kind: zeros stay zero, masks and places change their order.
-
-    What was light comes out dark: a tower that treats them in two ways while it runs in eager
-    mode, and in one while it is recorded, must not pass with both probes on the same side.
-    """
-    flipped = tensor.flip(0) if tensor.dim() else tensor
-    if not tensor.dtype.is_floating_point:
-        return flipped
-    generator = torch.Generator(device=tensor.device)
-    generator.manual_seed(1)
-    factor = torch.rand(tensor.shape, generator=generator, device=tensor.device) + 0.5
-    return torch.where(_whole_columns(tensor), flipped, tensor * -factor.to(tensor.dtype))
-
-
-def _whole_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """Which columns may be a mask, or places to look something up: theirs are whole numbers."""
-    whole = ~tensor.isfinite() | (tensor == tensor.round())
-    return whole.flatten(0, -2).all(0) if tensor.dim() > 1 else whole

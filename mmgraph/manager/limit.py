@@ -25,6 +25,6 @@ class Limit:
         self.reclaim: Callable[[], None] = lambda: None
         self.freed: Callable[[Sequence[GraphKey]], None] = lambda _: None
 
-    def is_below(self, num_bytes: int) -> bool:
+    def is_exceeded_by(self, num_bytes: int) -> bool:
         """Whether `num_bytes`, with those of the others, are more than there may be."""
         return self.max_bytes is not None and num_bytes + self.others() > self.max_bytes

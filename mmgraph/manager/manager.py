@@ -83,8 +83,8 @@ class EncoderCudaGraphManager:
         self._store.limit.freed = lambda keys: self._stats.forget(list(keys))
         self._store.limit.others = lambda: 0 if self._exact is None else self._exact.num_bytes
         self._store.limit.reclaim = self._reclaim
-        self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats.forget)
-        self._plans = Plans(config, self._planner, self._store, self._captured)
+        self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats)
+        self._plans = Plans(config, self._planner, self._store, self._captured, self._stats.evicted)
         self._audit = Audit(config.verify_every, self.facts.name)
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)

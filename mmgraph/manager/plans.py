@@ -40,16 +40,23 @@ class Plans:
         planner: Divides batches over budgets.
         store: Holds the graphs.
         captured: Called after each capture.
+        evicted: Called with the number of graphs that go for one that is asked for more.
     """
 
     def __init__(
-        self, config: GraphConfig, planner: Planner, store: GraphStore, captured: Callable[[], None]
+        self,
+        config: GraphConfig,
+        planner: Planner,
+        store: GraphStore,
+        captured: Callable[[], None],
+        evicted: Callable[[int], None],
     ) -> None:
         self.lazy = config.capture == "lazy"
         self._config = config
         self._planner = planner
         self._store = store
         self._captured = captured
+        self._evicted = evicted
         self.at_once = False
         """Whether a graph is captured the first time that it is asked for, whatever is set."""
         self._known: OrderedDict[EncoderBatch, _Known] = OrderedDict()
@@ -179,6 +186,7 @@ class Plans:
         if victims:
             self._store.free(victims)
             self._demand.evicted(victims)
+            self._evicted(len(victims))
         self._store.capture(key)
         self._captured()
 

@@ -24,7 +24,8 @@ from mmgraph.env import debug_enabled
 from mmgraph.graphs import GraphBackend
 from mmgraph.manager.audit import Audit
 from mmgraph.manager.changes import Changes
-from mmgraph.manager.exact import ExactGraphs, copied
+from mmgraph.manager.contents import copied
+from mmgraph.manager.exact import ExactGraphs
 from mmgraph.manager.misses import Misses
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, flatten_outputs
 from mmgraph.manager.plan import Plan, Replay

@@ -127,13 +127,13 @@ class GraphStore:
     @property
     def is_over(self) -> bool:
         """Whether more memory is taken than there may be."""
-        return self.limit.is_below(self.num_bytes + self._retained)
+        return self.limit.is_exceeded_by(self.num_bytes + self._retained)
 
     def has_room(self, key: GraphKey, without: Sequence[GraphKey] = ()) -> bool:
         """Whether there is memory for `key`, as far as is known, once the graphs `without` go."""
         needed = max(1, self.too_large.get(key, 0))
         freed = sum(self.entries[k].graph.num_bytes for k in without)
-        return not self.limit.is_below(self.num_bytes - freed + needed)
+        return not self.limit.is_exceeded_by(self.num_bytes - freed + needed)
 
     def _close(self, key: GraphKey) -> None:
         graph = self.entries.pop(key).graph

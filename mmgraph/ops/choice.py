@@ -122,35 +122,15 @@ def attend(
     where events and the stream that is asked about would be.
     """
     arguments = (query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale)
-    choices = _setting.get().choices
-    if choices is None:
+    setting = _setting.get()
+    if setting.choices is None:
         return _flash(*arguments)
-    with torch.cuda.device(query_THK.device):
-        return _attend_by_choice(choices, *arguments)
-
-
-def _attend_by_choice(
-    choices: MutableMapping[AttentionShape, AttentionChoice],
-    query_THK: torch.Tensor,
-    key_THK: torch.Tensor,
-    value_THK: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float | None,
-) -> torch.Tensor:
-    arguments = (query_THK, key_THK, value_THK, cu_seqlens, max_seqlen, scale)
     tokens, heads, head_dim = query_THK.shape
-    shape = AttentionShape(
-        tokens,
-        cu_seqlens.shape[0] - 1,
-        max_seqlen,
-        heads,
-        head_dim,
-        query_THK.dtype,
-        is_uniform(cu_seqlens, max_seqlen),
-    )
-    choice = choices[shape] = _choose(shape, arguments)
-    return _KERNELS[choice.kernel].run(*arguments)
+    segments, uniform = cu_seqlens.shape[0] - 1, is_uniform(cu_seqlens, max_seqlen)
+    shape = AttentionShape(tokens, segments, max_seqlen, heads, head_dim, query_THK.dtype, uniform)
+    with torch.cuda.device(query_THK.device):
+        choice = setting.choices[shape] = _choose(shape, arguments)
+        return _KERNELS[choice.kernel].run(*arguments)
 
 
 def dense_attention(

@@ -27,7 +27,7 @@ from mmgraph.encoders.calls import TowerSignature
 from mmgraph.encoders.exact import exact_call
 from mmgraph.graphs import eager_break, select_backend
 from mmgraph.graphs.trace import TraceBackend
-from mmgraph.manager.exact import _varied
+from mmgraph.manager.contents import varied
 from mmgraph.protocol import SupportsExactGraphs
 from mmgraph.recipes import load_recipe
 from mmgraph.types import ExactCall
@@ -315,6 +315,11 @@ def test_the_least_recently_used_graph_makes_room_and_has_to_be_seen_twice_again
     assert manager.stats().hits == hits
     assert_equals_eager(manager, [42], 5)
     assert exact_graphs(manager.stats()) == [44, 42]
+    assert manager.stats().evictions == 2
+    manager.clear()
+    assert manager.stats().evictions == 2
+    for _ in range(2):
+        assert_equals_eager(manager, [42], 5)
     assert all(graph.replays == 1 for graph in manager.stats().graphs)
 
 
@@ -474,7 +479,7 @@ def test_whatever_goes_wrong_in_a_capture_eager_mode_still_serves(
     def no_memory(_: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("mmgraph.manager.exact._varied", no_memory)
+    monkeypatch.setattr("mmgraph.manager.exact.varied", no_memory)
     manager = manager_on("cpu")
     for seed in range(3):
         assert_equals_eager(manager, ABOVE, seed)
@@ -772,11 +777,11 @@ def test_a_grid_that_its_owner_changes_later_changes_no_answer() -> None:
 def test_the_second_contents_are_of_the_other_sign_and_places_stay_in_range() -> None:
     patches = torch.cat([torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]), torch.rand(3, 4)], 1)
     patches[:, 2:] += 0.1
-    varied = _varied(patches)
-    assert bool((varied[:, 2:] < 0).all())
-    assert torch.equal(varied[:, :2], patches[:, :2].flip(0))
+    others = varied(patches)
+    assert bool((others[:, 2:] < 0).all())
+    assert torch.equal(others[:, :2], patches[:, :2].flip(0))
     mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
-    assert torch.equal(_varied(mask), mask.flip(0))
+    assert torch.equal(varied(mask), mask.flip(0))
     numbers = torch.tensor([[1, 2], [3, 4]])
-    assert torch.equal(_varied(numbers), numbers.flip(0))
-    assert _varied(torch.tensor(0.5)) < 0
+    assert torch.equal(varied(numbers), numbers.flip(0))
+    assert varied(torch.tensor(0.5)) < 0

@@ -62,8 +62,10 @@ def test_the_least_useful_graph_gives_way_to_one_that_is_clearly_more_useful() -
     serve(manager, [8], [16], *[[16]] * 5)
     replays = {g.key.token_budget: g.replays for g in manager.stats().graphs}
     assert replays == {8: 1, 16: 6}
+    assert manager.stats().evictions == 0
     serve(manager, *[[30]] * 4)
     assert budgets(manager) == {16, 32}
+    assert manager.stats().evictions == 1
     assert manager.stats().misses == {Reason.GRAPH_LIMIT: 3}
     serve(manager, *[[30]] * 3)
     assert manager.stats().misses == {Reason.GRAPH_LIMIT: 3}

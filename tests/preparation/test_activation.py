@@ -14,6 +14,7 @@ from mmgraph.ops import linear_gelu
 from mmgraph.preparation import Preparation
 from mmgraph.preparation.activation import FusedActivations, GeluLinear, Unchanged
 from mmgraph.recipes import load_recipe
+from tests.preparation.towers import Tower
 
 WIDTH, INNER = 64, 128
 
@@ -55,17 +56,6 @@ class After(MLP):
         return out
 
 
-class Tower(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module] = MLP) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("make", "fused"),
@@ -97,7 +87,7 @@ def test_the_step_moves_where_that_is_right(make: Callable[[], Any], fused: list
 @torch.no_grad()
 @pytest.mark.slow  # the compiler takes half a minute
 def test_blocks_share_one_code() -> None:
-    tower = Tower().eval()
+    tower = Tower(MLP).eval()
     preparation = Preparation(tower, "tower", fuse_activations=True, compile_blocks=True)
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -110,7 +100,7 @@ def test_blocks_share_one_code() -> None:
 
 @torch.no_grad()
 def test_what_somebody_changed_stays_theirs() -> None:
-    tower = Tower().eval()
+    tower = Tower(MLP).eval()
     activations = FusedActivations(tower)
     tower.blocks[0].act.__class__ = nn.Tanh
     tower.blocks[1].fc1.__class__ = type("Theirs", (nn.Linear,), {})
@@ -137,7 +127,7 @@ class Adapter(nn.Module):
 
 @torch.no_grad()
 def test_an_adapter_comes_before_the_activation() -> None:
-    tower = Tower().eval()
+    tower = Tower(MLP).eval()
     activations = FusedActivations(tower)
     tower.blocks[0].fc1 = Adapter(tower.blocks[0].fc1)
     x = torch.randn(5, WIDTH)
@@ -154,7 +144,7 @@ def test_an_adapter_comes_before_the_activation() -> None:
 @torch.no_grad()
 def test_an_activation_that_gets_a_forward_of_its_own_keeps_its_work() -> None:
     """As accelerate's hooks do: another class would change nothing, and it would be done twice."""
-    tower = Tower().eval()
+    tower = Tower(MLP).eval()
     activations = FusedActivations(tower)
     act, x = tower.blocks[0].act, torch.randn(5, WIDTH)
     act.__dict__["forward"] = act.forward
@@ -167,7 +157,7 @@ def test_an_activation_that_gets_a_forward_of_its_own_keeps_its_work() -> None:
 
 @torch.no_grad()
 def test_nothing_is_tried_out_on_hooks_or_while_training() -> None:
-    tower, called = Tower().eval(), []
+    tower, called = Tower(MLP).eval(), []
     tower.blocks[0].act.register_forward_hook(lambda *_: called.append(1))
     tower.blocks[1].train()
     assert len(FusedActivations(tower)) == 1

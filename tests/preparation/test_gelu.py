@@ -20,6 +20,7 @@ from mmgraph.preparation import Preparation, find_blocks
 from mmgraph.preparation.blocks import compiled_blocks
 from mmgraph.preparation.gelu import ExactGelus, gelu
 from mmgraph.recipes import load_recipe
+from tests.preparation.towers import Tower
 
 WIDTH = 64
 HALF = [torch.bfloat16, torch.float16]
@@ -43,17 +44,6 @@ class Direct(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.fc2(F.gelu(self.fc1(x)))
         return out
-
-
-class Tower(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module] = MLP) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
 
 
 class OwnGELU(nn.GELU):
@@ -154,7 +144,7 @@ def test_what_is_no_number_stays_that(dtype: torch.dtype) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 def test_compiled_blocks_have_it(seen: Seen, dtype: torch.dtype) -> None:
-    tower = Tower().eval().to(dtype)
+    tower = Tower(MLP).eval().to(dtype)
     preparation = Preparation(tower, "tower", fuse_activations=True, compile_blocks=True)
     assert preparation.describe() == ["3 blocks compiled", "3 exact GELUs in fewer instructions"]
     torch._dynamo.utils.counters.clear()
@@ -172,7 +162,7 @@ def test_compiled_blocks_have_it(seen: Seen, dtype: torch.dtype) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("switch", ["fuse_activations", "compile_blocks"])
 def test_each_switch_leaves_it_out(seen: Seen, switch: str) -> None:
-    tower = Tower().eval().bfloat16()
+    tower = Tower(MLP).eval().bfloat16()
     switches = {"fuse_activations": True, "compile_blocks": True, switch: False}
     preparation = Preparation(tower, "tower", **switches)
     x = torch.randn(5, WIDTH, dtype=torch.bfloat16)
@@ -183,7 +173,7 @@ def test_each_switch_leaves_it_out(seen: Seen, switch: str) -> None:
 
 @torch.no_grad()
 def test_what_is_not_compiled_runs_as_it_is() -> None:
-    tower = Tower().eval().bfloat16()
+    tower = Tower(MLP).eval().bfloat16()
     x = torch.randn(50, WIDTH, dtype=torch.bfloat16) * 3
     expected = tower(x)
     with ExactGelus(find_blocks(tower)).applied():
@@ -237,7 +227,7 @@ def test_activations_outside_blocks_and_functions_stay() -> None:
 
 @torch.no_grad()
 def test_hooks_training_and_what_somebody_changed_stay() -> None:
-    tower, called = Tower().eval(), []
+    tower, called = Tower(MLP).eval(), []
     tower.blocks[0].act.register_forward_hook(lambda *_: called.append(1))
     tower.blocks[1].act.train()
     gelus = ExactGelus(find_blocks(tower))
@@ -260,7 +250,7 @@ def test_hooks_training_and_what_somebody_changed_stay() -> None:
 
 
 def test_an_error_leaves_the_tower_as_it_was() -> None:
-    tower = Tower().eval()
+    tower = Tower(MLP).eval()
     classes = {name: type(module) for name, module in tower.named_modules()}
     gelus = ExactGelus(find_blocks(tower))
     with gelus.applied():
@@ -271,7 +261,7 @@ def test_an_error_leaves_the_tower_as_it_was() -> None:
 
 
 def test_a_copy_that_is_made_meanwhile_has_the_own_class() -> None:
-    tower = Tower().eval()
+    tower = Tower(MLP).eval()
     with ExactGelus(find_blocks(tower)).applied():
         twin, file = copy.deepcopy(tower), io.BytesIO()
         torch.save(tower.blocks[0].act, file)
@@ -295,7 +285,7 @@ def test_towers_get_the_same_class() -> None:
     """With another one the code of a block would be compiled again whenever a model is attached."""
     classes = set()
     for _ in range(2):
-        tower = Tower().eval()
+        tower = Tower(MLP).eval()
         with ExactGelus(find_blocks(tower)).applied():
             classes |= {type(block.act) for block in tower.blocks}
     assert len(classes) == 1
@@ -342,7 +332,7 @@ def _rows(output: Any) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.slow  # the compiler takes half a minute
 def test_the_compiler_makes_one_kernel_of_it() -> None:
-    tower = Tower().eval().bfloat16()
+    tower = Tower(MLP).eval().bfloat16()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

@@ -15,6 +15,7 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from mmgraph.preparation import Preparation
 from mmgraph.preparation.align import AlignedWeights
+from tests.preparation.towers import Tower
 
 WIDTH, ODD = 256, 342
 
@@ -52,17 +53,6 @@ class Attention(nn.Module):
         out = {name: getattr(self, name)(read[name]) for name in order}
         heads = [out[name].view(x.shape[0], 4, -1).transpose(0, 1) for name in names]
         return F.scaled_dot_product_attention(*heads).transpose(0, 1).flatten(1)
-
-
-class Tower(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
