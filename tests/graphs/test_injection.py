@@ -13,7 +13,7 @@ import torch
 
 import mmgraph.graphs.cuda
 import mmgraph.graphs.exact
-import mmgraph.graphs.folding
+import mmgraph.graphs.folding_modes
 import mmgraph.graphs.segments
 import mmgraph.graphs.tape
 import mmgraph.graphs.trace
@@ -134,7 +134,7 @@ STEPS = [
             (Folding, "recorder", 1, True),
             (Folding, "next_step", 1, False),
             (Folding, "next_step", 4, False),
-            (mmgraph.graphs.folding, "Step", 2, False),
+            (mmgraph.graphs.folding_modes, "Step", 2, False),
             (mmgraph.graphs.recorders.ModesRecorder, "begin", 2, True),
             (mmgraph.graphs.recorders.ModesRecorder, "end", 1, False),
             (mmgraph.graphs.recorders.ModesRecorder, "begin", 4, True),

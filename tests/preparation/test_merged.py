@@ -86,7 +86,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_the_numbers_are_the_same(tower: Tower) -> None:
     twin = copy.deepcopy(tower)
     weights = AlignedWeights(tower, merge=True)
-    assert weights.num_merged == 2 * (2 if isinstance(twin.blocks[0], Gated) else 3)
+    assert weights.num_merged == 3 * (2 if isinstance(twin.blocks[0], Gated) else 3)
     for _ in range(2):
         x = torch.randn(5, WIDTH)
         with weights.applied():
