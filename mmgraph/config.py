@@ -78,6 +78,11 @@ class GraphConfig:
     out and before it rounds. The exact GELU, which no layer can apply, takes fewer instructions in
     compiled blocks, on 16-bit numbers."""
 
+    fuse_epilogues: bool = True
+    """On a GPU for which quack is installed (``mmgraph[quack]``; flash-attn-4 brings it along),
+    let the products of compiled blocks end with the additions and the gates after them, for sizes
+    at which that is measured to be faster. The report shows the times."""
+
     choose_attention: bool = True
     """On a GPU, take for each graph of a packed tower the attention kernel that is measured to be
     the fastest: PyTorch's flash attention, a dense one where segments are all of one length (which

@@ -57,6 +57,7 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
         "choose_attention",
         "merge_weights",
         "fuse_activations",
+        "fuse_epilogues",
     ),
     False,
 )

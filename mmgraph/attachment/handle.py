@@ -292,6 +292,7 @@ def _prepare(tower: Tower, config: GraphConfig, turns: Turns) -> Preparation:
         align_weights=config.align_weights,
         merge_weights=config.merge_weights,
         fuse_activations=config.fuse_activations,
+        fuse_epilogues=config.fuse_epilogues,
         compile_blocks=config.compile_blocks,
         choose_attention=config.choose_attention,
         turns=turns,

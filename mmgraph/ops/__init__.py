@@ -1,6 +1,8 @@
 """Kernels and functions that encoders are run with inside a graph."""
 
 from mmgraph.ops.choice import AttentionChoice, AttentionShape, attending
+from mmgraph.ops.compare import is_off, milliseconds
+from mmgraph.ops.epilogues import can_add, can_gate, is_aligned, linear_add, linear_swiglu
 from mmgraph.ops.linear import linear_gelu
 from mmgraph.ops.varlen import (
     VARLEN_ATTENTION,
@@ -16,7 +18,14 @@ __all__ = [
     "AttentionShape",
     "NoSegmentsError",
     "attending",
+    "can_add",
+    "can_gate",
+    "is_aligned",
+    "is_off",
+    "linear_add",
     "linear_gelu",
+    "linear_swiglu",
+    "milliseconds",
     "register_varlen_attention",
     "varlen_attention",
     "varlen_attention_reference",

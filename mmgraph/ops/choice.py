@@ -25,6 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from mmgraph.log import WarnOnce, get_logger
+from mmgraph.ops.compare import is_off, milliseconds
 
 __all__ = [
     "AttentionChoice",
@@ -34,10 +35,6 @@ __all__ = [
     "dense_attention",
     "is_uniform",
 ]
-
-_ROUNDING = 0.02
-_TIMED_RUNS = 5
-_SPIN_CYCLES = 2_000_000  # a millisecond, in which the host gets ahead of the device
 
 
 class AttentionShape(NamedTuple):
@@ -277,37 +274,13 @@ def _time_each(
             output = run()[:rows]
             if expected is None:
                 expected = output
-            elif _is_off(output, expected):
+            elif is_off(output, expected):
                 _warn_once(name, "attention kernel %s is left out: its result is wrong", name)
                 continue
-            times[name] = _milliseconds(run)
+            times[name] = milliseconds(run)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # a package that is installed, and doesn't take this shape
             if name == "flash":
                 raise
     return times
-
-
-def _is_off(output: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether more than rounding lies between two results; what isn't finite there says nothing."""
-    known = expected.isfinite()
-    exact = expected.float().where(known, 0.0)
-    difference = (output.float() - exact).where(known, 0.0)
-    return not bool(difference.norm() <= _ROUNDING * exact.norm())
-
-
-def _milliseconds(run: Callable[[], Any]) -> float:
-    """Of the device, without the host's part: launches are queued behind a spinning kernel."""
-    run()  # kernels are compiled and plans are made at the first call
-    times = []
-    for _ in range(2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_SPIN_CYCLES)
-        start.record()
-        for _ in range(_TIMED_RUNS):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / _TIMED_RUNS)
-    return min(times)

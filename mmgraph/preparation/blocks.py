@@ -19,13 +19,14 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mmgraph.graphs import in_region
+from mmgraph.preparation.epilogues import Epilogues
 from mmgraph.preparation.reductions import rows_at_once
 
 __all__ = ["compiled_blocks", "find_blocks"]
 
 _MIN_BLOCKS = 2
 _MAX_COMPILES = 6
-"""Of blocks with the same widths."""
+"""Of blocks with the same widths, in one of the two ways."""
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
@@ -43,15 +44,21 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def compiled_blocks(module: nn.Module) -> Iterator[int]:
-    """Within the block the blocks of `module` run compiled; gives how many they are."""
+def compiled_blocks(module: nn.Module, epilogues: Epilogues | None = None) -> Iterator[int]:
+    """Within the block the blocks of `module` run compiled; gives how many they are.
+
+    Args:
+        module: The tower.
+        epilogues: Where additions and gates may be in the products before them.
+    """
     blocks = [b for b in find_blocks(module) if "forward" not in b.__dict__]
-    compiled = _Compiled()
+    compiled = _Compiled(epilogues)
     try:
         for block in blocks:
             block.__dict__["forward"] = compiled.forward(block)
         # Blocks that don't share code would be compiled one by one, for minutes: an error instead.
-        limit = _MAX_COMPILES * max(1, len(set(map(_widths, blocks))))
+        ways = 1 if epilogues is None else 2
+        limit = ways * _MAX_COMPILES * max(1, len(set(map(_widths, blocks))))
         with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
             yield len(blocks)
     finally:
@@ -67,8 +74,9 @@ def _widths(block: nn.Module) -> tuple[torch.Size, ...]:
 class _Compiled:
     """Compiled code by function: to have it for each block anew takes some milliseconds each."""
 
-    def __init__(self) -> None:
-        self._by_function: dict[Any, Any] = {}
+    def __init__(self, epilogues: Epilogues | None) -> None:
+        self._epilogues = epilogues
+        self._by_function: dict[Any, tuple[Any, Any]] = {}
 
     def forward(self, block: nn.Module) -> Any:
         """What runs in place of the forward of `block`."""
@@ -77,11 +85,12 @@ class _Compiled:
         if (
             function is None or getattr(forward, "__self__", None) is not block
         ):  # no method of its own
-            compiled = torch.compile(forward, dynamic=True)
+            apart, fused = self._compile(forward)
         else:
             if function not in self._by_function:
-                self._by_function[function] = torch.compile(function, dynamic=True)
-            compiled = partial(self._by_function[function], block)
+                self._by_function[function] = self._compile(function)
+            apart, fused = (partial(way, block) for way in self._by_function[function])
+        epilogues, kind = self._epilogues, (function, _widths(block))
 
         def fast(*args: Any, **kwargs: Any) -> Any:
             # Under a dispatch mode (the guard before a capture) the compiler gives up on the code
@@ -89,6 +98,13 @@ class _Compiled:
             if _get_current_dispatch_mode() is not None:
                 return forward(*args, **kwargs)
             with rows_at_once():
-                return compiled(*args, **kwargs)
+                if epilogues is not None and epilogues.is_faster(kind, apart, fused, args, kwargs):
+                    return fused(*args, **kwargs)
+                return apart(*args, **kwargs)
 
         return lambda *args, **kwargs: in_region(forward, fast, args, kwargs)
+
+    def _compile(self, function: Any) -> tuple[Any, Any]:
+        """The function compiled in both ways; nothing is compiled before it is called."""
+        apart = torch.compile(function, dynamic=True)
+        return apart, apart if self._epilogues is None else self._epilogues.compile(function)

@@ -21,6 +21,7 @@ from mmgraph.ops import AttentionChoice, AttentionShape
 from mmgraph.preparation.activation import FusedActivations
 from mmgraph.preparation.align import AlignedWeights
 from mmgraph.preparation.blocks import compiled_blocks, find_blocks
+from mmgraph.preparation.epilogues import Epilogues
 from mmgraph.preparation.gelu import ExactGelus
 from mmgraph.preparation.patch_embed import linear_patch_embeddings
 from mmgraph.preparation.turns import Turns
@@ -41,6 +42,8 @@ class Preparation:
         merge_weights: Whether layers that read the same input become one product.
         fuse_activations: Whether linear layers apply the activation after them; in compiled
             blocks also whether the exact GELU, which none can apply, takes fewer instructions.
+        fuse_epilogues: Whether products of compiled blocks end with the additions and gates after
+            them where that is faster.
         compile_blocks: Whether repeated blocks are compiled.
         choose_attention: Whether the kernel of attention over segments is chosen by measurement.
         turns: Shared with towers that have modules or a config in common with this one.
@@ -54,6 +57,7 @@ class Preparation:
         align_weights: bool = False,
         merge_weights: bool = False,
         fuse_activations: bool = False,
+        fuse_epilogues: bool = False,
         compile_blocks: bool = False,
         choose_attention: bool = False,
         turns: Turns | None = None,
@@ -74,6 +78,7 @@ class Preparation:
         )
         blocks = find_blocks(module) if compile_blocks else []
         self._num_blocks = len(blocks)
+        self._epilogues = Epilogues() if fuse_epilogues else None
         self._gelus = ExactGelus(blocks if fuse_activations else [])
         self.no_compile: str | None = None if compile_blocks else "switched off"
         """Why blocks aren't compiled; ``None`` if they are."""
@@ -144,6 +149,8 @@ class Preparation:
             lines.append(f"{self._num_blocks} blocks compiled")
             if self._gelus:
                 lines.append(f"{len(self._gelus)} exact GELUs in fewer instructions")
+            if self._epilogues is not None:
+                lines += self._epilogues.describe()
         elif self._num_blocks:
             lines.append(f"blocks not compiled: {self.no_compile}")
         return lines + _describe_attention(self.attention or {})
@@ -162,7 +169,7 @@ class Preparation:
                 stack.enter_context(self._activations.applied())
             if compiled:
                 stack.enter_context(self._gelus.applied())
-                stack.enter_context(compiled_blocks(self._module))
+                stack.enter_context(compiled_blocks(self._module, self._epilogues))
             yield
 
 

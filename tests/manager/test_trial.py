@@ -86,7 +86,7 @@ class Trial:
         return ours.last_hidden_state, self.tower(x).last_hidden_state
 
     @contextmanager
-    def _compiled(self, module: nn.Module) -> Iterator[None]:
+    def _compiled(self, module: nn.Module, _: object) -> Iterator[None]:
         if self.error is not None:
             raise self.error
         norm = next(m for m in module.modules() if isinstance(m, nn.LayerNorm))

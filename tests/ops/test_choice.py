@@ -98,7 +98,7 @@ def run_cuda(lengths: list[int], choices: dict[AttentionShape, AttentionChoice])
 @pytest.mark.parametrize("fastest", ["flash", "dense"])
 def test_the_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch, fastest: str) -> None:
     order = iter([1.0, 2.0] if fastest == "flash" else [2.0, 1.0])
-    monkeypatch.setattr(choice, "_milliseconds", lambda run: (run(), next(order))[1])
+    monkeypatch.setattr(choice, "milliseconds", lambda run: (run(), next(order))[1])
     monkeypatch.setattr(choice, "_has_flash_4", lambda: False)
     for _ in range(2):  # the second time nothing is timed
         choices: dict[AttentionShape, AttentionChoice] = {}
@@ -143,7 +143,7 @@ def test_a_kernel_with_another_result_is_left_out(
     kernels = {"flash": dense, "right": right, "wrong": wrong, "NaN": makes_nan}
     for name, kernel in kernels.items():
         monkeypatch.setitem(choice._KERNELS, name, choice._Candidate(kernel, lambda shape: True))
-    monkeypatch.setattr(choice, "_milliseconds", lambda run: 1.0)
+    monkeypatch.setattr(choice, "milliseconds", lambda run: 1.0)
     shape = AttentionShape(50, 3, 16, 2, 8, torch.float32, uniform=False)
     query = torch.randn(50, 2, 8)
     query[3] = torch.nan
