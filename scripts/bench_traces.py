@@ -1,4 +1,4 @@
-"""Total encoder time of ``scripts.traces``, in five ways and by the best of each call.
+"""Total encoder time of ``scripts.traces``, in six ways and by the best of each call.
 
     python -m scripts.bench_traces --model qwen2.5-vl-7b --out docs/benchmarks/DATE-MACHINE
 
@@ -20,6 +20,7 @@ Ways:
   together as far as the largest budget goes. mmgraph's preparation of the tower is off.
 - usual, our kernels: the same with everything that mmgraph does to the tower itself.
 - mmgraph, as few: mmgraph with as many graphs as these.
+- mmgraph, fitted: with 16 graphs, their budgets fitted to the trace as ``mmgraph plan`` does it.
 - mmgraph: with its default settings, but for `--max-graphs`.
 """
 
@@ -31,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from torch import nn
 from mmgraph import EncoderStats, GraphConfig, Handle, attach
 from mmgraph.bench.environment import Environment
 from mmgraph.bench.power_of_two import power_of_two_budgets
+from mmgraph.policy import as_replays, fit
 from mmgraph.recipes import load_recipe
 from scripts.files import write
 from scripts.traces import MODELS, TRACES, Grid, make_trace
@@ -63,6 +66,8 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
 )
 _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
 _SETTLING_CALLS = 10
+_FITTED = 16
+"""Graphs, and budgets, of the way whose budgets are fitted to the trace."""
 _BEST = "best of each call"
 _RATIOS = (("mmgraph", _BEST), ("usual, our kernels", "mmgraph"))
 
@@ -242,6 +247,18 @@ class Bench:
         items = [t * h * w for kind in kinds for t, h, w in kind]
         return power_of_two_budgets(min(items), max(min(16384, 4 * max(items)), max(items)))
 
+    def fitted_budgets(self, counts: Mapping[Kind, int]) -> tuple[int, ...]:
+        """What ``mmgraph plan`` makes of the whole trace."""
+        calls, items = Counter[int](), Counter[int]()
+        for kind, count in counts.items():
+            calls[_tokens(kind)] += count
+            for grid in kind:
+                items[prod(grid)] += count
+        config: Any = self.tower.config
+        largest, granularity = max(items), config.spatial_merge_size**2
+        sizes = as_replays(calls, items, largest)
+        return fit(sizes, _FITTED, granularity=granularity, largest=largest)
+
     def usual(self, turn: Turn, **config: Any) -> Result:
         """Powers of two."""
         budgets = self.usual_budgets(turn.kinds)
@@ -330,11 +347,19 @@ def _as_few(bench: Bench, turn: Turn) -> Result:
     return bench.attached(turn, GraphConfig(max_graphs=number))
 
 
+def _fitted(bench: Bench, turn: Turn) -> Result:
+    budgets = bench.fitted_budgets(turn.counts)
+    items = max(1, min(8, budgets[-1] // 4))
+    config = GraphConfig(token_budgets=budgets, max_graphs=_FITTED, max_items=items, exact_after=0)
+    return bench.attached(turn, config)
+
+
 WAYS: dict[str, Callable[[Bench, Turn], Result]] = {
     "eager": Bench.eager,
     "usual": lambda bench, turn: bench.usual(turn, **_PLAIN),
     "usual, our kernels": Bench.usual,
     "mmgraph, as few": _as_few,
+    "mmgraph, fitted": _fitted,
     "mmgraph": lambda bench, turn: bench.attached(turn, bench.config),
 }
 

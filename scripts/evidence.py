@@ -71,7 +71,6 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
     registry = ("tests/registry", "--registry-results", str(out / "registry.json"))
     notebook = "notebooks/latency_comparison.ipynb"
     traces = (sys.executable, "-m", "scripts.bench_traces", "--model")
-    few = ("--max-graphs", "16", "--out", str(out / "max-graphs-16"))
     soak = (sys.executable, "-m", "scripts.soak", "--model", "qwen2_5_vl:tiny", "--largest", "12")
     module = (sys.executable, "-m")
     return {
@@ -87,7 +86,6 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
             (*traces, "qwen2.5-vl-7b", "--out", str(out), "--seconds", "75"), 130
         ),
         "traces-qwen3": Part((*traces, "qwen3-vl-8b", "--out", str(out), "--seconds", "75"), 130),
-        "traces-16": Part((*traces, "qwen2.5-vl-7b", *few, "--seconds", "60"), 130),
         "soak": Part(
             (
                 *soak,
@@ -96,9 +94,9 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
                 "--seconds",
                 "400",
                 "--between",
-                "10",
+                "3",
                 "--max-graphs",
-                "48",
+                "16",
             ),
             460,
         ),

@@ -1,8 +1,16 @@
 """Kernels and functions that encoders are run with inside a graph."""
 
 from mmgraph.ops.choice import AttentionChoice, AttentionShape, attending
-from mmgraph.ops.compare import is_off, milliseconds
-from mmgraph.ops.epilogues import can_add, can_gate, is_aligned, linear_add, linear_swiglu
+from mmgraph.ops.compare import milliseconds
+from mmgraph.ops.epilogues import (
+    WrongProductError,
+    can_add,
+    can_gate,
+    checked,
+    is_aligned,
+    linear_add,
+    linear_swiglu,
+)
 from mmgraph.ops.linear import linear_gelu
 from mmgraph.ops.varlen import (
     VARLEN_ATTENTION,
@@ -17,11 +25,12 @@ __all__ = [
     "AttentionChoice",
     "AttentionShape",
     "NoSegmentsError",
+    "WrongProductError",
     "attending",
     "can_add",
     "can_gate",
+    "checked",
     "is_aligned",
-    "is_off",
     "linear_add",
     "linear_gelu",
     "linear_swiglu",

@@ -9,17 +9,52 @@ takes what cuBLAS takes for the product alone.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-__all__ = ["can_add", "can_gate", "is_aligned", "linear_add", "linear_swiglu"]
+from mmgraph.ops.compare import is_off
+
+__all__ = [
+    "WrongProductError",
+    "can_add",
+    "can_gate",
+    "checked",
+    "is_aligned",
+    "linear_add",
+    "linear_swiglu",
+]
 
 _HALF = (torch.float16, torch.bfloat16)
 _HOPPER = (9, 0)
 _ALIGNED = 8  # elements of 16 bits, as what is loaded at once has 16 bytes
+_checked: ContextVar[bool] = ContextVar("mmgraph_checked_products", default=False)
+
+
+class WrongProductError(Exception):
+    """A kernel's result isn't what it should be."""
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Within the block each product is also computed for random inputs, and compared.
+
+    Not for its own inputs: rows of no segment hold whatever was in memory.
+
+    Raises:
+        WrongProductError: It differs by more than rounding, from the operator that is called.
+    """
+    token = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
 
 
 def linear_add(
@@ -79,14 +114,17 @@ def is_aligned(*widths: int) -> bool:
 def _linear_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor
 ) -> torch.Tensor:
-    if x.dtype not in _HALF or x.numel() == 0 or not can_add(x.device):
-        return rows + F.linear(x, weight, bias)
-    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    with torch.cuda.device(x.device):
+    def ours(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(rows, memory_format=torch.contiguous_format)
         _add_kernel()(
             _matrix(x), weight.t(), _matrix(rows), out=_matrix(output), bias=bias, tuned=False
         )
-    return output
+        return output
+
+    def plain(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return rows + F.linear(x, weight, bias)
+
+    return _run(ours if can_add(x.device) else plain, plain, x, rows)
 
 
 @_linear_add.register_fake
@@ -104,29 +142,51 @@ def _(
 def _linear_swiglu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    if x.dtype not in _HALF or x.numel() == 0 or not can_gate(x.device):
-        gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
-        return F.silu(gate) * up
-    output = x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
-    if bias is not None:  # the kernel makes neighbours of the weights of a gate, not of the biases
-        bias = bias.unflatten(0, (2, -1)).t().flatten()
-    with torch.cuda.device(x.device):
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        output = x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+        # The kernel makes neighbours of a gate's weights and those of what it gates, and wants
+        # the biases like that.
+        paired = None if bias is None else bias.unflatten(0, (2, -1)).t().flatten()
         _gate_kernel()(
             _matrix(x),
             weight.t(),
-            bias=bias,
+            bias=paired,
             activation="swiglu",
             postact_out=_matrix(output),
             store_preact=False,
             tuned=False,
             concat_layout=("B",),
         )
-    return output
+        return output
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    return _run(ours if can_gate(x.device) else plain, plain, x)
 
 
 @_linear_swiglu.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+
+
+def _run(
+    ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
+    """Call `ours`, or `plain` where the kernels don't take the inputs."""
+    x = inputs[0]
+    if ours is plain or x.dtype not in _HALF or x.numel() == 0:
+        return plain(*inputs)
+    # The device need not be the current one, where kernels of other packages would be launched.
+    with torch.cuda.device(x.device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler that makes the kernels
+        if _checked.get():
+            generator = torch.Generator(x.device).manual_seed(0)
+            random = [torch.empty_like(tensor).normal_(generator=generator) for tensor in inputs]
+            if is_off(ours(*random), plain(*random)):
+                raise WrongProductError("the result of a product is wrong")
+        return ours(*inputs)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +203,9 @@ def _is_hopper(device: torch.device) -> bool:
 @lru_cache(maxsize=1)
 def _add_kernel() -> Any:
     try:
-        from quack.gemm_interface import gemm_add
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from quack.gemm_interface import gemm_add
     except Exception:  # not there, or not with the packages that it finds
         return None
     return gemm_add
@@ -152,8 +214,10 @@ def _add_kernel() -> Any:
 @lru_cache(maxsize=1)
 def _gate_kernel() -> Any:
     try:
-        import quack.epilogue.library  # noqa: F401  (quack 0.6.5 and nvidia-cutlass-dsl 4.8 clash)
-        from quack.gemm_interface import gemm_gated
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import quack.epilogue.library  # noqa: F401  (what it needs is imported at the call)
+            from quack.gemm_interface import gemm_gated
     except Exception:  # likewise
         return None
     return gemm_gated

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from mmgraph.ops import can_add, can_gate, is_aligned, linear_add, linear_swiglu
+from mmgraph.ops import (
+    WrongProductError,
+    can_add,
+    can_gate,
+    checked,
+    is_aligned,
+    linear_add,
+    linear_swiglu,
+)
 from mmgraph.ops import epilogues as module
 
 CPU = torch.device("cpu")
@@ -73,6 +83,36 @@ def test_there_is_none_without_the_device_or_the_package(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_is_hopper", lambda _: False)
     assert not can_add(torch.device("cuda:0"))
     assert not can_gate(torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_kernel_that_is_wrong_is_found_whatever_it_gets(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """Here with rows that aren't finite, on which nothing can be seen."""
+
+    def add(x: Any, weight: Any, rows: Any, *, out: Any, bias: Any, tuned: bool) -> None:
+        out.copy_((rows + x @ weight + bias) * factor)
+
+    def gate(x: Any, weight: Any, *, bias: Any, postact_out: Any, **_: Any) -> None:
+        halves = (x @ weight + bias.unflatten(0, (-1, 2)).t().flatten()).chunk(2, -1)
+        postact_out.copy_(F.silu(halves[0]) * halves[1] * factor)
+
+    monkeypatch.setattr(module, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(module, "_add_kernel", lambda: add)
+    monkeypatch.setattr(module, "_gate_kernel", lambda: gate)
+    monkeypatch.setattr(module, "can_add", lambda _: True)
+    monkeypatch.setattr(module, "can_gate", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    x, weight, bias = product(6, 16, 32, CPU, bias=True)
+    rows = torch.full((6, 32), torch.inf, dtype=torch.bfloat16)
+    calls = [lambda: linear_add(x, weight, bias, rows), lambda: linear_swiglu(x, weight, bias)]
+    state = torch.get_rng_state()
+    for call in calls:
+        call()  # unnoticed
+        with checked(), nullcontext() if factor == 1 else pytest.raises(WrongProductError):
+            call()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_rows_have_to_be_whole_vectors() -> None:

@@ -84,6 +84,7 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert totals["best of each call"] <= min(totals[way] for way in WAYS)
         assert all(result["ways"][way]["graphs"] > 0 for way in WAYS if way != "eager")
         assert result["ways"]["mmgraph"]["graphs"] == 1
+        assert result["ways"]["mmgraph, fitted"]["padding"] == 0  # a budget for each of 4 calls
         assert result["ways"]["eager"]["worst"] == 1
         assert all(way["worst"] > 0 for way in result["ways"].values())
         assert all(0 <= way["padding"] < 1 for way in result["ways"].values())
