@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,26 @@ __all__ = ["is_off", "milliseconds"]
 
 _ROUNDING = 0.02
 _RUNS = 5
-_SPIN_CYCLES = 2_000_000  # a millisecond, in which the host gets ahead of the device
+_CYCLES_A_SECOND = 2e9
+_LEAST_SPIN_S, _MOST_SPIN_S = 1e-3, 0.1
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Time `run` on the current CUDA device: launches are queued behind a spinning kernel."""
+    """Time `run` on the current CUDA device, without the host's part.
+
+    Launches are queued behind a kernel that spins for longer than the host needs for them: some
+    packages take a tenth of a millisecond and more to launch what runs for less.
+    """
     run()  # kernels are compiled and plans are made at the first call
+    torch.cuda.synchronize()
+    launching = time.perf_counter()
+    run()
+    launching = time.perf_counter() - launching
+    spin_s = min(max(_LEAST_SPIN_S, 2 * _RUNS * launching), _MOST_SPIN_S)
     times = []
     for _ in range(2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_SPIN_CYCLES)
+        torch.cuda._sleep(int(spin_s * _CYCLES_A_SECOND))
         start.record()
         for _ in range(_RUNS):
             run()

@@ -10,7 +10,6 @@ a block is compiled twice, and each of its sizes takes the way that is measured 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,8 +62,10 @@ class Epilogues:
         self.choices: dict[Hashable, EpilogueChoice] = {}
         self.why_not: str | None = None
         self._moved = 0
+        self._kinds: dict[Hashable, bool] = {}
+        """Of blocks: whether they have any."""
         self._backend = self._compiled  # one object: Dynamo knows code by it
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a block with additions and gates in its products."""
@@ -89,7 +90,12 @@ class Epilogues:
             kwargs: Likewise.
         """
         rows = _rows(args)
-        if self.why_not is not None or rows < _FEWEST_ROWS or not can_add(args[0].device):
+        if (
+            self.why_not is not None
+            or not self._kinds.get(kind, True)
+            or rows < _FEWEST_ROWS
+            or not can_add(args[0].device)
+        ):
             return False
         size = (kind, tuple(_shape(value) for value in (*args, *kwargs.values())))
         with self._lock:
@@ -97,7 +103,7 @@ class Epilogues:
             if choice is None:
                 if torch.cuda.is_current_stream_capturing():
                     return False
-                choice = self._measured(rows, apart, fused, args, kwargs)
+                choice = self._measured(kind, rows, apart, fused, args, kwargs)
                 if choice is None:
                     return False
                 self.choices[size] = choice
@@ -105,7 +111,7 @@ class Epilogues:
 
     def describe(self) -> list[str]:
         """What was measured, a line each."""
-        if self.why_not is not None and self._moved:
+        if self.why_not is not None:
             return [f"additions and gates not in their products: {self.why_not}"]
         return [
             f"a block of {c.rows} rows, additions and gates in its products: "
@@ -116,15 +122,17 @@ class Epilogues:
 
     def _measured(
         self,
+        kind: Hashable,
         rows: int,
         apart: Callable[..., Any],
         fused: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> EpilogueChoice | None:
-        """Time both ways on copies of the arguments; ``None`` if the second fails or is wrong."""
+        """Time both ways on copies of the arguments; ``None`` if they are one, or one is wrong."""
         args, kwargs = tree_map(_copied, (tuple(args), dict(kwargs)))
         apart(*args, **kwargs)
+        before = self._moved
         try:
             with checked():
                 fused(*args, **kwargs)
@@ -137,8 +145,7 @@ class Epilogues:
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._give_up(f"it failed ({why})")
             return None
-        if not self._moved:
-            self._give_up("no product is followed by one", logging.DEBUG)
+        if not self._kinds.setdefault(kind, self._moved > before):
             return None
         with torch.cuda.device(args[0].device):
             return EpilogueChoice(
@@ -147,9 +154,9 @@ class Epilogues:
                 milliseconds(lambda: fused(*args, **kwargs)),
             )
 
-    def _give_up(self, why: str, level: int = logging.WARNING) -> None:
+    def _give_up(self, why: str) -> None:
         self.why_not = why
-        _logger.log(level, "additions and gates have kernels of their own: %s", why)
+        _logger.warning("additions and gates have kernels of their own: %s", why)
 
     def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx

@@ -189,11 +189,11 @@ class Choosing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times: list[float] = []
         self.timed = 0
+        self.compiles = 1
         monkeypatch.setattr(epilogues, "_FEWEST_ROWS", 4)
         monkeypatch.setattr(epilogues, "milliseconds", self._milliseconds)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         self.epilogues = Epilogues()
-        self.epilogues._moved = 1
 
     def _milliseconds(self, run: Callable[[], Any]) -> float:
         run()
@@ -204,8 +204,12 @@ class Choosing:
         def apart(x: torch.Tensor, _: Any = None) -> torch.Tensor:
             return x * 2
 
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            self.epilogues._moved += self.compiles  # as the compiler does at the first call
+            return (fused or apart)(*args, **kwargs)
+
         x = torch.ones(rows, 8, dtype=torch.bfloat16)
-        answer = self.epilogues.is_faster(kind, apart, fused or apart, (x,), {"_": [x]})
+        answer = self.epilogues.is_faster(kind, apart, ours, (x,), {"_": [x]})
         assert torch.equal(x, torch.ones_like(x))
         return answer
 
@@ -271,9 +275,13 @@ def test_what_fails_or_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_block_without_any_is_compiled_in_one_way(choosing: Choosing) -> None:
-    choosing.epilogues._moved = 0
+    choosing.compiles = 0
     assert not choosing.ask(8)
     assert choosing.epilogues.describe() == []
+    choosing.compiles, choosing.times = 1, [2.0, 1.0]
+    assert not choosing.ask(16)  # it hasn't at other sizes either
+    assert choosing.timed == 0
+    assert choosing.ask(16, kind="another")
 
 
 def test_memory_that_runs_out_is_not_hidden(choosing: Choosing) -> None:
