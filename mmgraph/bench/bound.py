@@ -7,7 +7,8 @@ run from these kernels can't be faster; one that gets close has nothing to gain 
 
 Widths that tensor cores don't like are padded as mmgraph pads them, and layers that take the same
 input are one product where that is faster, because the bound is to be that of the work, not of its
-layout. Operations are counted by the tower's own widths.
+layout. Products are cuBLAS's or, where quack is installed and measured to be faster, quack's.
+Operations are counted by the tower's own widths.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from mmgraph.bench.sizes import CallSize
 from mmgraph.bench.subject import Inputs, Subject
 from mmgraph.bench.timing import Call
 from mmgraph.bench.workload import Attention, Matmul, Product, Workload
+from mmgraph.ops import is_aligned, other_product
 
 __all__ = ["PracticalBound", "aligned", "measure_bound", "workload_of"]
 
 _WANTED_BYTES = 16
 _MULTIPLE = 64
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +65,8 @@ def measure_bound(workload: Workload, device: torch.device) -> PracticalBound:
     for op in workload.operations:
         steps += [kernels[op].run] if isinstance(op, Attention) else products(op)
     call = captured(device, partial(_run, steps))
-    return PracticalBound(call, _facts(workload, kernels, len(steps) - len(workload.attention)))
+    run = len(steps) - len(workload.attention)
+    return PracticalBound(call, _facts(workload, kernels, run, products.num_other))
 
 
 def aligned(size: int, element_size: int) -> int:
@@ -93,6 +97,10 @@ class _Products:
         self._device = device
         self._inputs = _Inputs(device)
         self._together: dict[Hashable, bool] = {}
+        self._other: dict[Hashable, bool] = {}
+        self._kernel = other_product(device)
+        self.num_other = 0
+        """How many aren't cuBLAS's."""
 
     def __call__(self, operation: Product | Matmul) -> list[Call]:
         """What computes `operation`, in order."""
@@ -101,15 +109,30 @@ class _Products:
             return [partial(torch.matmul, *pair)]
         weights = [_aligned_weight(weight) for weight in operation.weights]
         x = self._inputs((operation.rows, weights[0].shape[1]), weights[0].dtype)
-        apart: list[Call] = [partial(F.linear, x, weight) for weight in weights]
-        if len(apart) == 1:
-            return apart
-        together: list[Call] = [partial(F.linear, x, torch.cat(weights))]
-        shapes = (x.shape, *(weight.shape for weight in weights))
-        if shapes not in self._together:
-            one, many = (microseconds(partial(_run, c), self._device) for c in (together, apart))
-            self._together[shapes] = one < many
-        return together if self._together[shapes] else apart
+        apart = [self._fastest(x, weight) for weight in weights]
+        chosen = apart
+        if len(apart) > 1:
+            together = [self._fastest(x, torch.cat(weights))]
+            shapes = (x.shape, *(weight.shape for weight in weights))
+            if shapes not in self._together:
+                one, many = (
+                    microseconds(partial(_run, c), self._device) for c in (together, apart)
+                )
+                self._together[shapes] = one < many
+            chosen = together if self._together[shapes] else apart
+        self.num_other += sum(call.func is not F.linear for call in chosen)
+        return list(chosen)
+
+    def _fastest(self, x: torch.Tensor, weight: torch.Tensor) -> partial[torch.Tensor]:
+        """The product of one weight by what is faster for its shape."""
+        usual = partial(F.linear, x, weight)
+        if self._kernel is None or x.dtype not in _HALF or not is_aligned(*weight.shape):
+            return usual
+        other, shapes = partial(self._kernel, x, weight), (x.shape, weight.shape, x.dtype)
+        if shapes not in self._other:
+            times = [microseconds(call, self._device) for call in (usual, other)]
+            self._other[shapes] = times[1] < times[0]
+        return other if self._other[shapes] else usual
 
 
 def _run(calls: Sequence[Call]) -> None:
@@ -128,11 +151,17 @@ def _aligned_weight(weight: torch.Tensor) -> torch.Tensor:
     return padded
 
 
-def _facts(workload: Workload, kernels: Mapping[Attention, Fastest], products_run: int) -> Bound:
+def _facts(
+    workload: Workload,
+    kernels: Mapping[Attention, Fastest],
+    products_run: int,
+    products_other: int,
+) -> Bound:
     calls = Counter(workload.attention)
     return Bound(
         products=sum(_layers(op) for op in workload.products),
         products_run=products_run,
+        products_other=products_other,
         product_flops=sum(op.flops for op in workload.products),
         attention_flops=sum(op.flops for op in workload.attention),
         attention=tuple(

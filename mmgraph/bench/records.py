@@ -87,6 +87,7 @@ class Bound:
         product_flops: Their floating-point operations, 2 M N K each, by the tower's own widths.
         attention_flops: Those of all attention, 4 L^2 H K for each segment of L tokens.
         attention: The kernels that were tried.
+        products_other: Those of the products run that aren't cuBLAS's.
     """
 
     products: int
@@ -94,6 +95,7 @@ class Bound:
     product_flops: int
     attention_flops: int
     attention: tuple[AttentionTimes, ...] = field(default=())
+    products_other: int = 0
 
     @property
     def flops(self) -> int:

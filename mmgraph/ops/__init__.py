@@ -10,6 +10,7 @@ from mmgraph.ops.epilogues import (
     is_aligned,
     linear_add,
     linear_swiglu,
+    other_product,
 )
 from mmgraph.ops.linear import linear_gelu
 from mmgraph.ops.varlen import (
@@ -35,6 +36,7 @@ __all__ = [
     "linear_gelu",
     "linear_swiglu",
     "milliseconds",
+    "other_product",
     "register_varlen_attention",
     "varlen_attention",
     "varlen_attention_reference",

@@ -29,6 +29,7 @@ __all__ = [
     "is_aligned",
     "linear_add",
     "linear_swiglu",
+    "other_product",
 ]
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -98,6 +99,17 @@ def can_add(device: torch.device) -> bool:
 def can_gate(device: torch.device) -> bool:
     """Whether products end with gates on `device`."""
     return device.type == "cuda" and _is_hopper(device) and _gate_kernel() is not None
+
+
+def other_product(
+    device: torch.device,
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """What multiplies x (R, I) by the weight (O, I) of a layer besides cuBLAS, if there is any."""
+    if not can_add(device):
+        return None
+    from quack.gemm_interface import gemm
+
+    return lambda x, weight: gemm(x, weight.t(), tuned=False)
 
 
 def is_aligned(*widths: int) -> bool:

@@ -92,6 +92,28 @@ def test_products_of_one_input_are_one_where_that_is_faster(
     assert bound.facts.product_flops == 2 * (2 * 10 * 8 * 28)
 
 
+def test_a_product_takes_the_kernel_that_is_faster_for_its_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[tuple[int, ...]] = []
+
+    def other(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ran.append(tuple(weight.shape))
+        return x @ weight.t()
+
+    times = iter([2.0, 1.0, 1.0, 2.0, 2.0, 1.0])  # cuBLAS's first, once a shape
+    monkeypatch.setattr(bound_module, "microseconds", lambda *_: next(times))
+    monkeypatch.setattr(bound_module, "other_product", lambda _: other)
+    shapes = [(16, 8), (24, 8), (16, 8), (16, 9)]
+    weights = [torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes]
+    weights.append(torch.randn(32, 8))  # not of 16 bits
+    bound = measure_bound(Workload(tuple(Product(10, (w,)) for w in weights)), CPU)
+    ran.clear()
+    bound.call()
+    assert ran == [(16, 8), (16, 8), (16, 64)]  # the last one is padded
+    assert bound.facts.products_other == 3
+
+
 def test_operations_are_counted_by_the_towers_own_widths() -> None:
     operations = (Product(10, (torch.randn(5, 3),)), attention(4, 6), attention(4, 6))
     facts = measure_bound(Workload(operations), CPU).facts
