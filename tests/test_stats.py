@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mmgraph import EncoderStats, GraphKey, Reason
 from mmgraph.stats import GraphRecord, Histogram, StatsRecorder
+from tests.work import lines_run
 
 SMALL, LARGE = GraphKey(64), GraphKey(256, (4,), (128,), "signature")
 
@@ -233,15 +234,9 @@ def test_the_closest_sizes_are_merged_first() -> None:
     assert histogram.counts == {100: 51, 104: 51, 1000: 1}
 
 
-def test_counting_the_sizes_of_a_call_takes_less_than_a_microsecond() -> None:
-    recorder, sizes, count = StatsRecorder(), tuple(range(8)), 10_000
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(count):
-            recorder.seen(sizes)
-        times.append(time.perf_counter() - start)
-    assert min(times) / count < 1e-6
+def test_counting_the_sizes_of_a_call_is_one_addition() -> None:
+    recorder, sizes = StatsRecorder(), tuple(range(8))
+    assert max(lines_run(lambda: recorder.seen(sizes)) for _ in range(200)) < 10
 
 
 def test_statistics_of_several_encoders_are_added() -> None:

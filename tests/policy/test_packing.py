@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from functools import cache
+from functools import cache, partial
 from math import inf
 from random import Random
 
@@ -12,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmgraph.policy import Bin, Packing, ladder, pack, smallest_fit
+from tests.work import lines_run
 
 DEFAULT_LADDER = ladder(256, 16384, 16, 4)
 sizes_of_items = st.lists(st.integers(1, 3000), max_size=16)
@@ -95,11 +95,9 @@ def test_pack_by_hand(
     assert packing.oversized == oversized
 
 
-def test_many_small_items_are_packed_in_milliseconds() -> None:
+def test_many_small_items_are_packed_with_little_work() -> None:
     """It is done at the first call of each kind, while a user waits."""
-    start = time.process_time()
-    pack([256] * 64, DEFAULT_LADDER)
-    assert time.process_time() - start < 0.3
+    assert lines_run(lambda: pack([256] * 64, DEFAULT_LADDER)) < 40_000
 
 
 def test_a_dearer_replay_makes_fewer_of_them() -> None:
@@ -185,13 +183,12 @@ def test_a_larger_budget_that_was_measured_to_be_faster_is_taken() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 8, 12])
-def test_the_calls_of_a_server_are_divided_in_well_under_a_millisecond(number: int) -> None:
-    """Sizes as photos have them; figures of an idle machine are a tenth of what is asked here."""
-    random, times = Random(0), []
+def test_the_calls_of_a_server_are_divided_with_little_work(number: int) -> None:
+    """Sizes as photos have them."""
+    random = Random(0)
     sizes = [1024, 1564, 2048, 4096, 256, 720]
     calls = [[random.choice(sizes) for _ in range(number)] for _ in range(20)]
-    for call in (*calls, *calls):  # the first time the bounds are made that are kept
-        start = time.process_time()
+    for call in calls:  # the first time the bounds are made that are kept
         pack(call, DEFAULT_LADDER)
-        times.append(time.process_time() - start)
-    assert sorted(times[len(calls) :])[len(calls) // 2] < 2e-3
+    lines = sorted(lines_run(partial(pack, call, DEFAULT_LADDER)) for call in calls)
+    assert lines[len(calls) // 2] < 100 + 50 * number
