@@ -234,7 +234,8 @@ class ProbeCall(dict[str, Any]):
 
     Args:
         arguments: Of the call.
-        names: Of its items, in order. Items of one name are the same numbers in every call.
+        names: Of its items, in order. Items of one name are the same numbers in every call, and
+            what else their answer hangs on (other arguments, switches of the config) is the same.
     """
 
     def __init__(self, arguments: Mapping[str, Any], names: Sequence[Hashable]) -> None:

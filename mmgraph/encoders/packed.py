@@ -54,7 +54,6 @@ class PackedEncoder(TowerEncoder):
     ) -> None:
         super().__init__(tower, method, preparation, watch)
         self.metadata = PackedMetadata(tower.module)
-        self._probes = PackedProbes(self)
         self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._signatures: dict[Hashable, Hashable] = {}
         """By what a call is besides its sizes."""
@@ -78,7 +77,7 @@ class PackedEncoder(TowerEncoder):
             max_tokens=_DEFAULT_MAX_TOKENS,
             eager_returns="tree",
             uniform_graphs=self.preparation.attention is not None,
-            probes=self._probes.of,
+            probes=PackedProbes(self).of,
             examples=self._examples,
         )
 
@@ -185,7 +184,7 @@ class PackedEncoder(TowerEncoder):
         """The grids by value, the number of patches, and everything else as in other towers."""
         name = self.signature.main_input
         grid, main = mm_kwargs.get(_GRID), mm_kwargs.get(name)
-        if not isinstance(grid, torch.Tensor) or not isinstance(main, torch.Tensor):
+        if grid is None or not isinstance(main, torch.Tensor) or main.dim() < 2:
             return ((), 0, super()._fingerprint(mm_kwargs))
         others = {n: value for n, value in mm_kwargs.items() if n != _GRID and n != name}
         kind = (main.shape[1:], main.dtype, super()._fingerprint(others))
@@ -195,7 +194,7 @@ class PackedEncoder(TowerEncoder):
         """Where nothing but the sizes is new, all is known by the fingerprint."""
         grids, rows, kind = fingerprint
         signature = self._signatures.get(kind)
-        if signature is not None:
+        if signature is not None and grids:
             items = tuple([item for item in map(self.metadata.item, grids) if item is not None])
             if len(items) == len(grids) and rows == sum([item.num_tokens for item in items]):
                 return EncoderBatch(items, signature)
@@ -255,8 +254,18 @@ class PackedEncoder(TowerEncoder):
 
 
 def read_grids_on_host(grid: Any) -> list[list[int]]:
-    """Return a grid tensor (B, 3) as ints: free on the CPU, the one sync of a call on a GPU."""
+    """Return a grid tensor (B, 3) as ints: free on the CPU, the one sync of a call on a GPU.
+
+    Raises:
+        InvalidInputError: It holds no integers, or has another shape.
+    """
     if isinstance(grid, torch.Tensor):
+        dtype = grid.dtype
+        whole = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        if grid.dim() > 2 or (grid.numel() and not whole):
+            raise InvalidInputError(
+                f"{_GRID} must hold integers, (B, 3) of them, got {tuple(grid.shape)} of {dtype}"
+            )
         grids: list[list[int]] = (grid if grid.dim() == 2 else grid.unsqueeze(0)).tolist()
         return grids
     return [[int(n) for n in row] for row in grid]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,22 @@ class PackedProbes:
         others = self._powers_of_two(key) if 2 * largest > key.token_budget else []
         if others in ([], grids):
             others = self._probe_grids(key, largest // 2)
+        size = largest
+        while len(grids) == len(others) == 1 and min(size, key.segment_capacity[0]) > 1:
+            size //= 2  # somewhere there have to be images to keep apart
+            several = self._probe_grids(key, size)
+            others = several if len(several) > 1 else others
         return [self._probe_call(key, grids), self._probe_call(key, others)]
 
     def _probe_call(self, key: GraphKey, grids: Sequence[Grid], first: int = 0) -> ProbeCall:
         """A call with images of `grids`; those of one grid differ, from number `first` on."""
         assert isinstance(key.signature, CallSignature)
         ((name, shape, dtype),) = key.signature.tensors
-        images = [(grid, first + grids[:i].count(grid)) for i, grid in enumerate(grids)]
+        seen: Counter[Grid] = Counter()
+        images: list[tuple[Grid, int]] = []
+        for grid in grids:
+            images.append((grid, first + seen[grid]))
+            seen[grid] += 1
         patches = [
             self._patches((t * h * w, *shape), hash((t, h, w, nth))).to(dtype)
             for (t, h, w), nth in images

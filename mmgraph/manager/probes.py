@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from mmgraph.graphs import GraphBackend
 from mmgraph.manager.judge import Flat
 from mmgraph.manager.outputs import OutputLayout
+from mmgraph.manager.verify import largest_error, max_error
 from mmgraph.protocol import SupportsEncoderCudaGraph
 from mmgraph.types import EncoderFacts, GraphKey, ProbeCall
 
@@ -65,8 +67,18 @@ class Probe:
         return self._model.embed_multimodal(**self.call)
 
 
+class _Kept(Probe):
+    """One whose answer outlives others: an encoder may give each in the same memory."""
+
+    def _run(self) -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, super()._run())
+
+
 class _OfParts(Probe):
-    """A call of items that eager mode answers one by one: a graph has to treat them so as well."""
+    """A call of items that eager mode answers one by one: a graph has to treat them so as well.
+
+    Whether eager mode itself does so is seen on the first two items of the first such call.
+    """
 
     def __init__(
         self,
@@ -74,11 +86,22 @@ class _OfParts(Probe):
         parts: Sequence[Probe],
         model: SupportsEncoderCudaGraph,
         backend: GraphBackend,
+        alone: dict[Hashable, bool],
+        kind: Hashable,
     ) -> None:
         super().__init__(call, model, backend)
         self._parts = parts
+        self._alone = alone
+        self._kind = kind
 
     def tensors(self, flat: Flat, layout: OutputLayout) -> Sequence[torch.Tensor]:
+        if self._kind not in self._alone:
+            pair = Probe(self._model.select_items(self.call, [0, 1]), self._model, self._backend)
+            together = pair.tensors(flat, layout)
+            parts = layout.joined([part.tensors(flat, layout) for part in self._parts[:2]])
+            self._alone[self._kind] = largest_error(parts, together) <= max_error(together)
+        if not self._alone[self._kind]:
+            return super().tensors(flat, layout)
         return layout.joined([part.tensors(flat, layout) for part in self._parts])
 
 
@@ -97,6 +120,8 @@ class Probes:
         self._backend = backend
         self._remembered: list[Probe] = []
         self._named: OrderedDict[Hashable, Probe] = OrderedDict()
+        self._alone: dict[Hashable, bool] = {}
+        """By signature: whether eager mode gives an item the same answer in any company."""
         self._depth = 0
         self._for_many = False
 
@@ -121,16 +146,17 @@ class Probes:
         """Keep nothing."""
         self._remembered.clear()
         self._named.clear()
+        self._alone.clear()
 
     def of(self, key: GraphKey) -> Sequence[Probe]:
         """The calls that a graph of `key` is checked with; none for an encoder that names none."""
         if self._facts.probes is None:
             return ()
-        return [self._probe(call) for call in self._facts.probes(key)]
+        return [self._probe(call, key.signature) for call in self._facts.probes(key)]
 
-    def _probe(self, call: Mapping[str, Any]) -> Probe:
+    def _probe(self, call: Mapping[str, Any], signature: Hashable) -> Probe:
         if isinstance(call, ProbeCall):
-            return self._of_names(call)
+            return self._of_names(call, signature)
         for probe in self._remembered:
             if _equal(probe.call, call):
                 return probe
@@ -139,7 +165,7 @@ class Probes:
             self._remembered[:] = [*self._remembered[1 - _REMEMBERED :], probe]
         return probe
 
-    def _of_names(self, call: ProbeCall) -> Probe:
+    def _of_names(self, call: ProbeCall, signature: Hashable) -> Probe:
         if len(call.names) == 1:
             return self._of_name(call.names[0], lambda: call)
         if not self._for_many:
@@ -148,12 +174,12 @@ class Probes:
             self._of_name(name, partial(self._model.select_items, call, [i]))
             for i, name in enumerate(call.names)
         ]
-        return _OfParts(call, parts, self._model, self._backend)
+        return _OfParts(call, parts, self._model, self._backend, self._alone, signature)
 
     def _of_name(self, name: Hashable, call: Callable[[], Mapping[str, Any]]) -> Probe:
         probe = self._named.get(name)
         if probe is None:
-            probe = Probe(call(), self._model, self._backend)
+            probe = _Kept(call(), self._model, self._backend)
             if self._depth:
                 self._named[name] = probe
                 if len(self._named) > _NAMED:

@@ -10,7 +10,7 @@ takes what cuBLAS takes for the product alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -35,7 +35,8 @@ __all__ = [
 _HALF = (torch.float16, torch.bfloat16)
 _HOPPER = (9, 0)
 _ALIGNED = 8  # elements of 16 bits, as what is loaded at once has 16 bytes
-_checked: ContextVar[bool] = ContextVar("mmgraph_checked_products", default=False)
+_ALIGNED_BYTES = 16
+_checked: ContextVar[list[str] | None] = ContextVar("mmgraph_checked_products", default=None)
 
 
 class WrongProductError(Exception):
@@ -43,17 +44,19 @@ class WrongProductError(Exception):
 
 
 @contextmanager
-def checked() -> Iterator[None]:
+def checked() -> Iterator[list[str]]:
     """Within the block each product is also computed for random inputs, and compared.
 
-    Not for its own inputs: rows of no segment hold whatever was in memory.
+    Not for its own inputs: rows of no segment hold whatever was in memory. Gives the names of the
+    products that were asked for, as they come.
 
     Raises:
         WrongProductError: It differs by more than rounding, from the operator that is called.
     """
-    token = _checked.set(True)
+    seen: list[str] = []
+    token = _checked.set(seen)
     try:
-        yield
+        yield seen
     finally:
         _checked.reset(token)
 
@@ -134,9 +137,9 @@ def _linear_add(
         return output
 
     def plain(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return rows + F.linear(x, weight, bias)
+        return (rows + F.linear(x, weight, bias)).contiguous()
 
-    return _run(ours if can_add(x.device) else plain, plain, x, rows)
+    return _run("add", ours, plain, (x, rows), (weight, bias), can_add(x.device))
 
 
 @_linear_add.register_fake
@@ -173,9 +176,9 @@ def _linear_swiglu(
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) * up).contiguous()
 
-    return _run(ours if can_gate(x.device) else plain, plain, x)
+    return _run("gate", ours, plain, (x,), (weight, bias), can_gate(x.device))
 
 
 @_linear_swiglu.register_fake
@@ -184,32 +187,45 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch
 
 
 def _run(
-    ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    name: str,
+    ours: Callable[..., torch.Tensor],
+    plain: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor | None],
+    has_kernel: bool,
 ) -> torch.Tensor:
-    """Call `ours`, or `plain` where the kernels don't take the inputs."""
-    x = inputs[0]
-    if ours is plain or x.dtype not in _HALF or x.numel() == 0:
+    """Call `ours`, or `plain` where the kernel isn't there or doesn't take the inputs."""
+    x, seen = inputs[0], _checked.get()
+    if seen is not None:
+        seen.append(name)
+    inputs = [tensor.contiguous() for tensor in inputs]
+    fits = x.dtype in _HALF and x.numel() and _all_aligned(*inputs, *parameters)
+    if not (has_kernel and fits):
         return plain(*inputs)
     # The device need not be the current one, where kernels of other packages would be launched.
-    with torch.cuda.device(x.device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler that makes the kernels
-        if _checked.get():
+    with torch.cuda.device(x.device):
+        if seen is not None:
             generator = torch.Generator(x.device).manual_seed(0)
             random = [torch.empty_like(tensor).normal_(generator=generator) for tensor in inputs]
-            if is_off(ours(*random), plain(*random)):
+            if is_off(ours(*random), plain(*random), each_row=True):
                 raise WrongProductError("the result of a product is wrong")
         return ours(*inputs)
 
 
+def _all_aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether all begin where whole vectors can be loaded from."""
+    return not any(t.data_ptr() % _ALIGNED_BYTES for t in tensors if t is not None)
+
+
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """`x` as rows, each of which lies together."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    """Contiguous `x` as rows."""
+    return x.view(-1, x.shape[-1])
 
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
     """Whether this is the chip on which the kernels were tried."""
-    return torch.cuda.get_device_capability(device) == _HOPPER
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == _HOPPER
 
 
 @lru_cache(maxsize=1)

@@ -19,12 +19,14 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mmgraph.graphs import in_region
-from mmgraph.preparation.epilogues import Epilogues
+from mmgraph.preparation.epilogues import Epilogues, compiled_with_epilogues
 from mmgraph.preparation.reductions import rows_at_once
 
 __all__ = ["compiled_blocks", "find_blocks"]
 
 _MIN_BLOCKS = 2
+_known_widths: set[tuple[torch.Size, ...]] = set()
+"""Of all towers so far: Dynamo counts what it compiles by function, whoever calls it."""
 _MAX_COMPILES = 6
 """Of blocks with the same widths, in one of the two ways."""
 
@@ -58,7 +60,8 @@ def compiled_blocks(module: nn.Module, epilogues: Epilogues | None = None) -> It
             block.__dict__["forward"] = compiled.forward(block)
         # Blocks that don't share code would be compiled one by one, for minutes: an error instead.
         ways = 1 if epilogues is None else 2
-        limit = ways * _MAX_COMPILES * max(1, len(set(map(_widths, blocks))))
+        _known_widths.update(map(_widths, blocks))
+        limit = ways * _MAX_COMPILES * max(1, len(_known_widths))
         with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
             yield len(blocks)
     finally:
@@ -90,7 +93,7 @@ class _Compiled:
             if function not in self._by_function:
                 self._by_function[function] = self._compile(function)
             apart, fused = (partial(way, block) for way in self._by_function[function])
-        epilogues, kind = self._epilogues, (function, _widths(block))
+        epilogues, kind = self._epilogues, (function or type(block), _widths(block))
 
         def fast(*args: Any, **kwargs: Any) -> Any:
             # Under a dispatch mode (the guard before a capture) the compiler gives up on the code
@@ -107,4 +110,4 @@ class _Compiled:
     def _compile(self, function: Any) -> tuple[Any, Any]:
         """The function compiled in both ways; nothing is compiled before it is called."""
         apart = torch.compile(function, dynamic=True)
-        return apart, apart if self._epilogues is None else self._epilogues.compile(function)
+        return apart, apart if self._epilogues is None else compiled_with_epilogues(function)

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
+from mmgraph.graphs.backend import ran_out_of_memory
 from mmgraph.log import get_logger
-from mmgraph.ops import WrongProductError, can_add, checked, milliseconds
+from mmgraph.ops import can_add, checked, milliseconds
 from mmgraph.preparation.rewriting import move_into_products
 
-__all__ = ["EpilogueChoice", "Epilogues"]
+__all__ = ["EpilogueChoice", "Epilogues", "compiled_with_epilogues"]
 
 _logger = get_logger(__name__)
 _FEWEST_ROWS = 2048
@@ -50,27 +51,26 @@ class EpilogueChoice:
         return self.fused_ms < self.apart_ms
 
 
+def compiled_with_epilogues(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a block with additions and gates in its products."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=_backend, dynamic=True)
+    return compiled
+
+
 class Epilogues:
     """Which sizes of a tower's blocks have additions and gates in their products.
 
     Attributes:
-        choices: What was measured, by block and size.
-        why_not: Why there are none; ``None`` if there may be.
+        choices: What was measured, by kind of block and size.
+        given_up: Why there are none in a kind of block.
     """
 
     def __init__(self) -> None:
         self.choices: dict[Hashable, EpilogueChoice] = {}
-        self.why_not: str | None = None
-        self._moved = 0
-        self._kinds: dict[Hashable, bool] = {}
-        """Of blocks: whether they have any."""
-        self._backend = self._compiled  # one object: Dynamo knows code by it
+        self.given_up: dict[Hashable, str] = {}
+        self._without: set[Hashable] = set()
+        """Kinds of block that have none."""
         self._lock = threading.RLock()
-
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a block with additions and gates in its products."""
-        compiled: Callable[..., Any] = torch.compile(function, backend=self._backend, dynamic=True)
-        return compiled
 
     def is_faster(
         self,
@@ -89,21 +89,20 @@ class Epilogues:
             args: Of the call. They aren't written to.
             kwargs: Likewise.
         """
-        rows = _rows(args)
-        if (
-            self.why_not is not None
-            or not self._kinds.get(kind, True)
-            or rows < _FEWEST_ROWS
-            or not can_add(args[0].device)
-        ):
+        x = _first_in_half((*args, *kwargs.values()))
+        if x is None or kind in self._without or kind in self.given_up:
             return False
-        size = (kind, tuple(_shape(value) for value in (*args, *kwargs.values())))
+        rows = x.numel() // max(1, x.shape[-1])
+        if rows < _FEWEST_ROWS or not can_add(x.device):
+            return False
+        size = (kind, _shape(args), _shape(kwargs))
         with self._lock:
             choice = self.choices.get(size)
             if choice is None:
                 if torch.cuda.is_current_stream_capturing():
                     return False
-                choice = self._measured(kind, rows, apart, fused, args, kwargs)
+                with torch.cuda.device(x.device):
+                    choice = self._measured(kind, rows, apart, fused, args, kwargs)
                 if choice is None:
                     return False
                 self.choices[size] = choice
@@ -111,14 +110,14 @@ class Epilogues:
 
     def describe(self) -> list[str]:
         """What was measured, a line each."""
-        if self.why_not is not None:
-            return [f"additions and gates not in their products: {self.why_not}"]
-        return [
+        lines = [
             f"a block of {c.rows} rows, additions and gates in its products: "
             f"{'yes' if c.is_fused else 'no'} (us: apart {1e3 * c.apart_ms:.0f}, "
             f"in products {1e3 * c.fused_ms:.0f})"
             for c in sorted(self.choices.values(), key=lambda choice: choice.rows)
         ]
+        reasons = dict.fromkeys(self.given_up.values())
+        return lines + [f"additions and gates not in their products: {why}" for why in reasons]
 
     def _measured(
         self,
@@ -130,56 +129,65 @@ class Epilogues:
         kwargs: Mapping[str, Any],
     ) -> EpilogueChoice | None:
         """Time both ways on copies of the arguments; ``None`` if they are one, or one is wrong."""
-        args, kwargs = tree_map(_copied, (tuple(args), dict(kwargs)))
+        args, kwargs = _copied(tuple(args), dict(kwargs))
         apart(*args, **kwargs)
-        before = self._moved
         try:
-            with checked():
+            with checked() as products:
                 fused(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except WrongProductError as error:
-            self._give_up(str(error))
-            return None
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            self._give_up(f"it failed ({why})")
-            return None
-        if not self._kinds.setdefault(kind, self._moved > before):
-            return None
-        with torch.cuda.device(args[0].device):
+            if not products:
+                self._without.add(kind)
+                return None
             return EpilogueChoice(
                 rows,
                 milliseconds(lambda: apart(*args, **kwargs)),
                 milliseconds(lambda: fused(*args, **kwargs)),
             )
-
-    def _give_up(self, why: str) -> None:
-        self.why_not = why
-        _logger.warning("additions and gates have kernels of their own: %s", why)
-
-    def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
-        self._moved += move_into_products(graph)
-        return compile_fx(graph, inputs)
+        except Exception as error:
+            if ran_out_of_memory(error):
+                raise
+            why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            self.given_up[kind] = why
+            _logger.warning("additions and gates have kernels of their own: %s", why)
+            return None
 
 
-def _rows(args: Sequence[Any]) -> int:
-    first = args[0] if args else None
-    if not isinstance(first, torch.Tensor) or first.dtype not in _HALF or not first.dim():
-        return 0
-    return first.numel() // max(1, first.shape[-1])
+def _backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """One for all towers: Dynamo keeps compiled code by it."""
+    from torch._inductor.compile_fx import compile_fx
+
+    move_into_products(graph)
+    return compile_fx(graph, inputs)
+
+
+def _first_in_half(values: Sequence[Any]) -> torch.Tensor | None:
+    """What a block works on: the first tensor in half precision."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return next((t for t in tensors if t.dtype in _HALF and t.dim()), None)
 
 
 def _shape(value: Any) -> Hashable:
+    """What of an argument the time of a block may hang on."""
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.device)
+        return (value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, Mapping):
+        return tuple((name, _shape(v)) for name, v in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_shape, value))
     known: Any = value if isinstance(value, (int, float, str)) else type(value)
     return known
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments in memory of their own, laid out as they were: code is made for that, too."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        own = storages.get(storage.data_ptr())
+        if own is None:
+            own = storages[storage.data_ptr()] = storage.clone()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    copies: tuple[Any, Any] = tree_map_only(torch.Tensor, copied, (args, kwargs))
+    return copies

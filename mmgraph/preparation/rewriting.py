@@ -2,11 +2,16 @@
 
 Which product feeds which addition is read off the graph that Dynamo makes, in which linear layers
 and activations are still whole. What isn't recognised there stays as it is.
+
+What a reader would get wrong: such a graph isn't functional. Where anything in it writes to memory
+that was there before, a product could be moved past what changes its input, so nothing is moved.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +25,13 @@ __all__ = ["move_into_products"]
 _HALF = (torch.float16, torch.bfloat16)
 _ADDITIONS = (operator.add, torch.add)
 _PRODUCTS = (operator.mul, torch.mul)
+_WALKED = (F.linear, F.silu, F.dropout, operator.getitem)
+_WRITING_OPERATORS = frozenset(
+    {operator.setitem, operator.delitem, operator.iadd, operator.iand, operator.iconcat}
+    | {operator.ifloordiv, operator.ilshift, operator.imatmul, operator.imod, operator.imul}
+    | {operator.ior, operator.ipow, operator.irshift, operator.isub, operator.itruediv}
+    | {operator.ixor}
+)
 
 
 def move_into_products(graph: fx.GraphModule) -> int:
@@ -28,6 +40,8 @@ def move_into_products(graph: fx.GraphModule) -> int:
     Returns:
         How many there were.
     """
+    if any(map(_may_write, graph.graph.nodes)):
+        return 0
     moved = 0
     for node in list(graph.graph.nodes):
         moved += _move_gate(node) or _move_addition(node)
@@ -37,47 +51,100 @@ def move_into_products(graph: fx.GraphModule) -> int:
     return moved
 
 
-def _move_addition(node: Any) -> bool:
-    if node.op != "call_function" or node.target not in _ADDITIONS or len(node.args) != 2:
+def _may_write(node: fx.Node) -> bool:
+    """Whether a step may write to memory that was there before it."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return _writes_by_name(target)
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(target, torch._ops.HigherOrderOperator) or target in _WRITING_OPERATORS:
+        return True
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    given = _given(node)
+    return (
+        _writes_by_name(getattr(target, "__name__", ""))
+        or given.get("out") is not None
+        or given.get("inplace", False) is not False
+    )
+
+
+def _writes_by_name(name: str) -> bool:
+    """Whether PyTorch's names say so: ``mul_``, ``__imul__``, ``__setitem__``."""
+    if name.startswith("__"):
+        return name.startswith(("__i", "__set")) and name not in ("__invert__", "__index__")
+    return name.endswith("_")
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name, where a Python function has names for those given by position."""
+    try:
+        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # built in
+        names = []
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _move_addition(node: fx.Node) -> bool:
+    if not _has_two_operands(node, _ADDITIONS):
         return False
-    if node.kwargs:  # alpha, say
-        return False
-    for product, rows in (node.args, reversed(node.args)):
+    for product, rows in _both_ways(node):
         linear = _linear_of(product)
         if linear is None or not isinstance(rows, fx.Node) or not _alike(product, rows):
             continue
         x, weight, bias = _arguments(linear)
-        if not (_fits(x, weight, bias) and can_add(_value(weight).device)):
+        if not (_fits(linear, x, weight, bias) and can_add(_value(weight).device)):
             continue
         _replace(node, torch.ops.mmgraph.linear_add.default, (x, weight, bias, rows))
         return True
     return False
 
 
-def _move_gate(node: Any) -> bool:
-    if node.op != "call_function" or node.target not in _PRODUCTS or len(node.args) != 2:
+def _move_gate(node: fx.Node) -> bool:
+    if not _has_two_operands(node, _PRODUCTS):
         return False
-    for gate, up in (node.args, reversed(node.args)):
-        if not _is_call(gate, F.silu) or len(gate.users) != 1:
+    for gate, up in _both_ways(node):
+        if not _is_call(gate, F.silu) or len(gate.users) != 1 or len(gate.args) != 1:
             continue
         linear = _halved(gate.args[0], up)
         if linear is None:
             continue
         x, weight, bias = _arguments(linear)
-        if not (_fits(x, weight, bias) and can_gate(_value(weight).device)):
+        fits = _fits(linear, x, weight, bias) and is_aligned(_value(linear).shape[-1] // 2)
+        if not (fits and can_gate(_value(weight).device)):
             continue
         _replace(node, torch.ops.mmgraph.linear_swiglu.default, (x, weight, bias))
         return True
     return False
 
 
+def _has_two_operands(node: fx.Node, targets: tuple[Any, ...]) -> bool:
+    """Whether a node calls one of `targets` with two operands and nothing else, like ``alpha``."""
+    is_call = node.op == "call_function" and node.target in targets
+    return is_call and len(node.args) == 2 and not node.kwargs
+
+
+def _both_ways(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    a, b = node.args
+    yield a, b
+    yield b, a
+
+
 def _replace(node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
+    """Put a call in the place of `node`, and drop the steps that only led there."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, arguments)
     new.meta.update(node.meta)
     node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
-    node.graph.eliminate_dead_code()
+    unused = [node]
+    while unused:
+        last = unused.pop()
+        before = last.all_input_nodes
+        last.graph.erase_node(last)
+        unused += [n for n in before if not n.users and any(_is_call(n, w) for w in _WALKED)]
 
 
 def _linear_of(node: Any) -> Any:
@@ -85,6 +152,8 @@ def _linear_of(node: Any) -> Any:
     while isinstance(node, fx.Node) and len(node.users) == 1:
         if _is_call(node, F.linear):
             return node
+        if not node.args:
+            return None
         dropped = _is_call(node, F.dropout) and _dropout_is_off(node)
         whole = _is_call(node, operator.getitem) and _alike(node, node.args[0])
         if not dropped and not (whole and _takes_all(node.args[1])):
@@ -93,9 +162,8 @@ def _linear_of(node: Any) -> Any:
     return None
 
 
-def _dropout_is_off(node: Any) -> bool:
-    given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False))
-    given.update(node.kwargs)
+def _dropout_is_off(node: fx.Node) -> bool:
+    given = _given(node)
     return given.get("training", True) is False or given.get("p") == 0
 
 
@@ -135,17 +203,23 @@ def _last_span(index: Any, width: int) -> tuple[int, int] | None:
 def _arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
     given = dict(zip(("input", "weight", "bias"), linear.args, strict=False))
     given.update(linear.kwargs)
-    return given["input"], given["weight"], given.get("bias")
+    return given.get("input"), given.get("weight"), given.get("bias")
 
 
-def _fits(x: Any, weight: Any, bias: Any) -> bool:
+def _fits(linear: Any, x: Any, weight: Any, bias: Any) -> bool:
     """Whether the kernels take the matrices of a product."""
-    tensors = [_value(node) for node in (x, weight, bias) if node is not None]
+    tensors = [_value(node) for node in (linear, x, weight, bias) if node is not None]
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return False
-    rows = _value(weight).shape
-    same = {tensor.dtype for tensor in tensors}
-    return same <= set(_HALF) and len(same) == 1 and len(rows) == 2 and is_aligned(*map(int, rows))
+    dtypes = {tensor.dtype for tensor in tensors}  # under autocast they differ
+    if len(dtypes) != 1 or not dtypes <= set(_HALF):
+        return False
+    matrix = _value(weight)
+    rows_lie_together = matrix.dim() == 2 and matrix.stride(1) == 1
+    if not rows_lie_together or not is_aligned(*map(int, (*matrix.shape, matrix.stride(0)))):
+        return False
+    vector = None if bias is None else _value(bias)
+    return vector is None or (tuple(vector.shape) == (matrix.shape[0],) and vector.stride(0) == 1)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -207,3 +207,31 @@ def test_grids_that_contradict_the_patches_are_an_error(
     for grid in (grids, torch.tensor(grids) if grids else torch.empty(0, 3, dtype=torch.int64)):
         with pytest.raises(InvalidInputError, match=re.escape(message)):
             packed.item_specs({**call_of("packed"), "grid_thw": grid})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_a_grid_of_other_numbers_is_an_error_and_leaves_nothing(dtype: torch.dtype) -> None:
+    """1.0 is equal to 1, and has the same hash."""
+    encoder, call = make_encoder("packed"), call_of("packed")
+    with pytest.raises(InvalidInputError, match="must hold integers"):
+        encoder.item_specs({**call, "grid_thw": call["grid_thw"].to(dtype)})
+    assert all(isinstance(n, int) for i in encoder.item_specs(call).items for n in i.geometry)
+    with pytest.raises(InvalidInputError, match=r"\(1, 3, 3\) of torch.int64"):
+        encoder.item_specs({**call, "grid_thw": call["grid_thw"][None]})
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "numpy"])
+def test_a_grid_that_is_no_tensor_is_known_by_its_numbers(make: Any) -> None:
+    encoder, call = make_encoder("packed"), call_of("packed")
+    expected = encoder.item_specs(call)
+    swapped = call["grid_thw"][:, [0, 2, 1]]
+    other = encoder.item_specs({**call, "grid_thw": swapped})
+    assert other != expected
+    for _ in range(3):
+        grid = make(call["grid_thw"].clone())
+        assert encoder.item_specs({**call, "grid_thw": grid}) == expected
+        grid[0][1], grid[0][2] = grid[0][2], grid[0][1]  # the same object, other numbers
+        grid[1][1], grid[1][2] = grid[1][2], grid[1][1]
+        grid[2][1], grid[2][2] = grid[2][2], grid[2][1]
+        assert encoder.item_specs({**call, "grid_thw": grid}) == other
+        encoder._batches.clear()  # as after very many sizes

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmgraph import CaptureError, EncoderFacts, GraphKey
+from mmgraph.manager.outputs import eager_tensors
 from mmgraph.manager.probes import Probe, Probes, _equal
 from mmgraph.manager.store import GraphStore
 from mmgraph.types import ProbeCall
@@ -130,9 +131,12 @@ class Named(EngineEncoder):
 
     Attributes:
         mixes: Whether items of one call, against the rules, see each other.
+        mixes_in_eager_mode: Likewise.
+        memory: What eager mode gives its answers in, if it is always the same.
     """
 
-    mixes = False
+    mixes = mixes_in_eager_mode = False
+    memory: torch.Tensor | None = None
 
     def encoder_facts(self) -> EncoderFacts:
         def probes(key: GraphKey) -> Sequence[Mapping[str, Any]]:
@@ -151,7 +155,14 @@ class Named(EngineEncoder):
 
     def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
         outputs = super().embed_multimodal(**mm_kwargs)
-        return [self._mixed(output, mm_kwargs["patches"]) for output in outputs]
+        if self.mixes_in_eager_mode:
+            outputs = [output + mm_kwargs["patches"].abs().mean() for output in outputs]
+        outputs = [self._mixed(output, mm_kwargs["patches"]) for output in outputs]
+        if self.memory is None:
+            return outputs
+        rows = sum(output.shape[0] for output in outputs)
+        together = self.memory[:rows].copy_(torch.cat(outputs))
+        return list(together.split([output.shape[0] for output in outputs]))
 
     def _mixed(self, output: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
         return output + patches.abs().mean() if self.mixes else output
@@ -162,8 +173,10 @@ def test_named_items_are_answered_once_where_there_are_many_graphs() -> None:
     manager = make_manager(encoder, max_items=2)
     manager.capture()
     assert len(manager.stats().graphs) == 2 * len(BUDGETS)
-    assert encoder.eager_calls == [[8], [4], [4]]
+    # Two together once, to see that it makes no difference.
+    assert encoder.eager_calls == [[8], [4], [4, 4], [4]]
     assert not manager._store.probes._named
+    assert not manager._store.probes._alone
 
 
 def test_a_graph_by_itself_is_checked_with_whole_calls() -> None:
@@ -181,13 +194,45 @@ def test_a_graph_whose_items_see_each_other_is_refused() -> None:
         make_manager(encoder, max_items=2).capture()
 
 
+def test_eager_mode_whose_items_see_each_other_is_asked_about_whole_calls() -> None:
+    """A graph that treats each by itself isn't what eager mode gives."""
+    encoder = Named().requires_grad_(False).eval()
+    probes = probes_of(encoder)
+    manager = make_manager(Named().requires_grad_(False).eval(), max_items=2)
+    manager.capture()
+    facts = encoder.encoder_facts()
+
+    def flat(output: Any) -> list[torch.Tensor]:
+        return eager_tensors(output, facts, entry.layout)
+
+    entry = next(e for k, e in manager._store.entries.items() if k.segment_capacity[0] > 1)
+    with probes.remembered(for_many=True):
+        for encoder.mixes_in_eager_mode in (False, True):
+            probes._alone.clear()
+            probes._named.clear()
+            two = probes.of(KEY)[1]
+            answer = torch.cat(list(two.tensors(flat, entry.layout)))
+            whole = torch.cat(encoder.embed_multimodal(**two.call))
+            torch.testing.assert_close(answer, whole)
+            assert list(probes._alone.values()) == [not encoder.mixes_in_eager_mode]
+
+
+def test_answers_that_lie_in_the_same_memory_are_kept_apart() -> None:
+    encoder = Named().requires_grad_(False).eval()
+    width = encoder.embed_multimodal(**call_of([4]))[0].shape[1]
+    encoder.memory = torch.empty(64, width)
+    manager = make_manager(encoder, max_items=2)
+    manager.capture()
+    assert len(manager.stats().graphs) == 2 * len(BUDGETS)
+
+
 def test_only_so_many_names_are_kept() -> None:
     probes = probes_of(Named())
     calls = [ProbeCall(call_of([4], seed), [seed]) for seed in range(40)]
     with probes.remembered(for_many=True):
-        first, second = (probes._probe(call) for call in calls[:2])
+        first, second = (probes._probe(call, None) for call in calls[:2])
         for call in calls[2:]:
-            probes._probe(call)
-            assert probes._probe(calls[0]) is first  # what is asked for stays
-        assert probes._probe(calls[1]) is not second
-    assert probes._probe(calls[0]) is not first
+            probes._probe(call, None)
+            assert probes._probe(calls[0], None) is first  # what is asked for stays
+        assert probes._probe(calls[1], None) is not second
+    assert probes._probe(calls[0], None) is not first

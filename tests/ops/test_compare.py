@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmgraph.ops import compare, milliseconds
+from mmgraph.ops.compare import is_off
 
 
 class Device:
@@ -34,7 +35,7 @@ class Device:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self._queue(cycles / 2e9))
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Event(enable_timing=True))
         monkeypatch.setattr(compare.time, "perf_counter", lambda: self.host)
 
     def _queue(self, seconds: float) -> None:
@@ -51,3 +52,23 @@ def test_what_is_slow_to_launch_counts_for_what_the_device_takes(
 ) -> None:
     device = Device(monkeypatch, launching, running=5e-5)
     assert milliseconds(device.run) == pytest.approx(0.05)
+
+
+def test_rounding_isnt_off_and_what_isnt_finite_says_nothing() -> None:
+    expected = torch.randn(100, 64)
+    assert not is_off(expected.bfloat16(), expected)
+    assert is_off(1.05 * expected, expected)
+    output = expected.clone()
+    expected[0, 0], output[0, 0] = torch.nan, 5.0
+    expected[1], output[1] = torch.inf, 0.0
+    assert not is_off(output, expected)
+    output[2, 0] = torch.nan
+    assert is_off(output, expected)
+
+
+def test_one_row_of_many_is_seen_where_each_counts() -> None:
+    expected = torch.randn(10_000, 16)
+    output = expected.clone()
+    output[77] = 0
+    assert not is_off(output, expected)
+    assert is_off(output, expected, each_row=True)

@@ -69,6 +69,9 @@ def test_they_are_operators_that_a_compiler_may_see(bias: bool) -> None:
     rows = torch.randn(6, 32, dtype=torch.bfloat16)
     torch.library.opcheck(torch.ops.mmgraph.linear_add.default, (x, weight, b, rows))
     torch.library.opcheck(torch.ops.mmgraph.linear_swiglu.default, (x, weight, b))
+    across = (x.t().contiguous().t(), weight, b, rows.t().contiguous().t())
+    torch.library.opcheck(torch.ops.mmgraph.linear_add.default, across)
+    torch.library.opcheck(torch.ops.mmgraph.linear_swiglu.default, across[:3])
 
 
 def test_there_is_none_without_the_device_or_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +111,8 @@ def test_a_kernel_that_is_wrong_is_found_whatever_it_gets(
     rows = torch.full((6, 32), torch.inf, dtype=torch.bfloat16)
     calls = [lambda: linear_add(x, weight, bias, rows), lambda: linear_swiglu(x, weight, bias)]
     state = torch.get_rng_state()
+    across = rows.t().contiguous().t()
+    calls.append(lambda: linear_add(x.t().contiguous().t(), weight, bias, across))
     for call in calls:
         call()  # unnoticed
         with checked(), nullcontext() if factor == 1 else pytest.raises(WrongProductError):
@@ -160,3 +165,23 @@ def test_a_graph_replays_them() -> None:
     graph.replay()
     for output, expected in zip(outputs, run(), strict=True):
         assert torch.equal(output, expected)
+
+
+def test_what_doesnt_begin_at_a_whole_vector_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it can't load that")
+
+    monkeypatch.setattr(module, "can_add", lambda _: True)
+    monkeypatch.setattr(module, "_add_kernel", lambda: never)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    x, weight, bias = product(6, 16, 32, CPU, bias=True)
+    rows = torch.randn(6, 32, dtype=torch.bfloat16)
+    moved = torch.empty(weight.numel() + 1, dtype=weight.dtype)[1:].view_as(weight).copy_(weight)
+    with checked() as seen:
+        output = linear_add(x, moved, bias, rows)
+    assert torch.equal(output, added(x, weight, bias, rows))
+    assert seen == ["add"]
+    with pytest.raises(AssertionError, match="can't load"):
+        linear_add(x, weight, bias, rows)
