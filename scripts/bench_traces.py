@@ -31,8 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from math import prod
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,22 @@ from torch import nn
 from mmgraph import EncoderStats, GraphConfig, Handle, attach
 from mmgraph.bench.environment import Environment
 from mmgraph.bench.power_of_two import power_of_two_budgets
-from mmgraph.policy import as_replays, fit
 from mmgraph.recipes import load_recipe
 from scripts.files import write
 from scripts.traces import MODELS, TRACES, Grid, make_trace
+from scripts.traces_page import BEST, ratios, render, summary
+from scripts.traces_records import (
+    Kind,
+    Result,
+    Turn,
+    facts_of,
+    fitted_budgets,
+    padding_of,
+    tokens_of,
+)
 from scripts.usual_planner import UsualPlanner
 
-__all__ = ["Bench", "Turn", "render", "summary"]
-
-Kind = tuple[Grid, ...]
-"""The grids of a call."""
+__all__ = ["WAYS", "Bench"]
 
 _PLAIN: dict[str, Any] = dict.fromkeys(
     (
@@ -68,55 +73,6 @@ _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
 _SETTLING_CALLS = 10
 _FITTED = 16
 """Graphs, and budgets, of the way whose budgets are fitted to the trace."""
-_BEST = "best of each call"
-_RATIOS = (("mmgraph", _BEST), ("usual, our kernels", "mmgraph"))
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What a way has to do on a trace, and until when.
-
-    Attributes:
-        kinds: Kinds of call of the trace, the most frequent first.
-        counts: How often each occurs.
-        reach: How many of them to time, at most: no more than the ways before did.
-        start: When it began, by the clock of the bench.
-        settled: When the calls before are over.
-        end: When timing is.
-    """
-
-    kinds: Sequence[Kind]
-    counts: Counter[Kind]
-    reach: int
-    start: float
-    settled: float
-    end: float
-
-
-@dataclass
-class Result:
-    """One way on one trace.
-
-    Attributes:
-        seconds: Of each kind of call that was timed.
-        tokens: Tokens that graphs computed for each while it was timed, and how many were padding.
-        graphs: How many there are in the end.
-        graph_mib: Device memory of these.
-        settling_s: What attaching and the calls before took, captures included.
-        misses: Items in eager mode by reason, settling included.
-        padding: Of the tokens that graphs compute for the calls of the trace that every way was
-            timed on, the part that is padding.
-        worst: The kind of call that does worst against eager mode: its time in multiples of that.
-    """
-
-    seconds: dict[Kind, float] = field(default_factory=dict)
-    tokens: dict[Kind, tuple[int, int]] = field(default_factory=dict)
-    graphs: int = 0
-    graph_mib: float = 0.0
-    settling_s: float = 0.0
-    misses: dict[str, int] = field(default_factory=dict)
-    padding: float = 0.0
-    worst: float = 1.0
 
 
 class Bench:
@@ -184,7 +140,7 @@ class Bench:
     def _trace(self, counts: Counter[Kind], end: float) -> dict[str, Any]:
         start = self._clock()
         kinds = [kind for kind, _ in counts.most_common(self._kinds)]
-        most = max(_tokens(kind) for kind in kinds)
+        most = max(tokens_of(kind) for kind in kinds)
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (most, self._width)
         self._patches = torch.randn(
@@ -205,13 +161,13 @@ class Bench:
             way: sum(counts[kind] * 1e3 * result.seconds[kind] for kind in timed)
             for way, result in results.items()
         }
-        totals[_BEST] = sum(
+        totals[BEST] = sum(
             counts[kind] * 1e3 * min(r.seconds[kind] for r in results.values()) for kind in timed
         )
         eager = results["eager"].seconds
         for result in results.values():
             result.worst = max(result.seconds[k] / eager[k] for k in timed)
-            result.padding = _padding(result, timed, counts)
+            result.padding = padding_of(result, timed, counts)
         return {
             "calls": sum(counts.values()),
             "kinds": len(counts),
@@ -219,8 +175,8 @@ class Bench:
             "timed_kinds": len(timed),
             "seconds": round(self._clock() - start, 1),
             "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
-            "ratios": _ratios(totals),
-            "ways": {way: _without_kinds(result) for way, result in results.items()},
+            "ratios": ratios(totals),
+            "ways": {way: facts_of(result) for way, result in results.items()},
         }
 
     def eager(self, turn: Turn) -> Result:
@@ -248,18 +204,6 @@ class Bench:
         """Powers of two for the items of these calls, up to what mmgraph captures by default."""
         items = [t * h * w for kind in kinds for t, h, w in kind]
         return power_of_two_budgets(min(items), max(min(16384, 4 * max(items)), max(items)))
-
-    def fitted_budgets(self, counts: Mapping[Kind, int]) -> tuple[int, ...]:
-        """What ``mmgraph plan`` makes of the whole trace."""
-        calls, items = Counter[int](), Counter[int]()
-        for kind, count in counts.items():
-            calls[_tokens(kind)] += count
-            for grid in kind:
-                items[prod(grid)] += count
-        config: Any = self.tower.config
-        largest, granularity = max(items), config.spatial_merge_size**2
-        sizes = as_replays(calls, items, largest)
-        return fit(sizes, _FITTED, granularity=granularity, largest=largest)
 
     def usual(self, turn: Turn, **config: Any) -> Result:
         """Powers of two."""
@@ -291,7 +235,7 @@ class Bench:
 
     def _call(self, kind: Kind, grids_on: torch.device) -> dict[str, torch.Tensor]:
         grid = torch.tensor(kind, dtype=torch.int64, device=grids_on)
-        return {"hidden_states": self._patches[: _tokens(kind)], "grid_thw": grid}
+        return {"hidden_states": self._patches[: tokens_of(kind)], "grid_thw": grid}
 
     def _time(
         self,
@@ -350,7 +294,8 @@ def _as_few(bench: Bench, turn: Turn) -> Result:
 
 
 def _fitted(bench: Bench, turn: Turn) -> Result:
-    budgets = bench.fitted_budgets(turn.counts)
+    config: Any = bench.tower.config
+    budgets = fitted_budgets(turn.counts, _FITTED, config.spatial_merge_size**2)
     items = max(1, min(8, budgets[-1] // 4))
     config = GraphConfig(token_budgets=budgets, max_graphs=_FITTED, max_items=items, exact_after=0)
     return bench.attached(turn, config)
@@ -364,72 +309,6 @@ WAYS: dict[str, Callable[[Bench, Turn], Result]] = {
     "mmgraph, fitted": _fitted,
     "mmgraph": lambda bench, turn: bench.attached(turn, bench.config),
 }
-
-
-def summary(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What came out of all traces together."""
-    numbers = ("calls", "timed_calls", "timed_kinds", "seconds")
-    results = traces.values()
-    totals = {way: sum(r["total_ms"][way] for r in results) for way in (*WAYS, _BEST)}
-    return {
-        **{name: round(sum(r[name] for r in results), 1) for name in numbers},
-        "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
-        "ratios": _ratios(totals),
-    }
-
-
-def _ratios(totals: Mapping[str, float]) -> dict[str, float]:
-    return {f"{a} / {b}": round(totals[a] / totals[b], 4) for a, b in _RATIOS}
-
-
-def _padding(result: Result, timed: Sequence[Kind], counts: Counter[Kind]) -> float:
-    computed = sum(counts[kind] * result.tokens[kind][0] for kind in timed)
-    padding = sum(counts[kind] * result.tokens[kind][1] for kind in timed)
-    return padding / max(1, computed)
-
-
-def render(report: Mapping[str, Any]) -> str:
-    """The report as a page of Markdown."""
-    names, ratios = [*WAYS, _BEST], [f"{a} / {b}" for a, b in _RATIOS]
-    lines = [
-        f"# Traces on {report['model']}",
-        "",
-        "Total encoder time in ms, and in brackets relative to eager mode.",
-        "",
-        "| trace | calls timed | " + " | ".join((*names, *ratios)) + " |",
-        "|" + "---|" * (len(names) + len(ratios) + 2),
-    ]
-    for trace, result in (*report["traces"].items(), ("all", report["all"])):
-        totals = result["total_ms"]
-        cells = [f"{totals[name]:.1f} ({totals[name] / totals['eager']:.2f})" for name in names]
-        cells += [f"{result['ratios'][name]:.3f}" for name in ratios]
-        share = f"{result['timed_calls']} of {result['calls']} ({result['timed_kinds']} kinds)"
-        lines.append(f"| {trace} | {share} | " + " | ".join(cells) + " |")
-    heads = ("trace", "way", "worst kind, of eager", "padding", "graphs", "MiB", "settling, s")
-    lines += ["", f"| {' | '.join(heads)} | items in eager mode |", "|---" * (len(heads) + 1) + "|"]
-    for trace, result in report["traces"].items():
-        for name, way in result["ways"].items():
-            misses = ", ".join(f"{n} {reason}" for reason, n in way["misses"].items()) or "none"
-            numbers = (
-                f"{way['worst']:.2f} x | {way['padding']:.0%} | {way['graphs']} | "
-                f"{way['graph_mib']} | {way['settling_s']}"
-            )
-            lines.append(f"| {trace} | {name} | {numbers} | {misses} |")
-    machine = report["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines += ["", f"{machine['gpu'] or machine['cpu']}; {versions}; commit {machine['commit']}."]
-    lines.append(f"\nCommand: `{report['command']}`")
-    return "\n".join(lines) + "\n"
-
-
-def _tokens(kind: Kind) -> int:
-    return sum(t * h * w for t, h, w in kind)
-
-
-def _without_kinds(result: Result) -> dict[str, Any]:
-    data = asdict(result)
-    del data["seconds"], data["tokens"]
-    return data
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,8 +15,9 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mmgraph import ConfigError, EncoderStats
 from scripts import bench_traces
-from scripts.bench_traces import WAYS, Bench, Result, Turn, main
+from scripts.bench_traces import WAYS, Bench, main
 from scripts.traces import MODELS, TRACES, make_trace
+from scripts.traces_records import Result, Turn, padding_of
 from scripts.usual_planner import UsualPlanner
 from tests.manager.test_plan import batch_of, graphs, image
 
@@ -88,19 +89,20 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert result["ways"]["eager"]["worst"] == 1
         assert all(way["worst"] > 0 for way in result["ways"].values())
         assert all(0 <= way["padding"] < 1 for way in result["ways"].values())
-        ours, plain = totals["mmgraph"], totals["usual, our kernels"]
+        plain, best = totals["usual, our kernels"], totals["best of each call"]
+        ours = [totals["mmgraph"], totals["mmgraph, fitted"]]
         assert list(result["ratios"].values()) == pytest.approx(
-            [ours / totals["best of each call"], plain / ours], rel=1e-2
+            [ours[0] / best, plain / ours[0], ours[1] / best, plain / ours[1]], rel=1e-2
         )
     both = report["all"]
     for way, ms in both["total_ms"].items():
         assert ms == pytest.approx(sum(r["total_ms"][way] for r in report["traces"].values()))
     assert both["ratios"]["mmgraph / best of each call"] >= 1
     text = (tmp_path / "traces-qwen2_5_vl-tiny.md").read_text(encoding="utf-8")
-    assert " | mmgraph / best of each call | usual, our kernels / mmgraph |\n" in text
+    assert " | mmgraph / best of each call | usual, our kernels / mmgraph | " in text
     assert "| camera | 4 of 4 (1 kinds) |" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| all |")]
-    assert line.endswith("| {:.3f} | {:.3f} |".format(*both["ratios"].values()))
+    assert line.endswith("| {:.3f} | {:.3f} | {:.3f} | {:.3f} |".format(*both["ratios"].values()))
     assert "Command: `python -m scripts.bench_traces --model qwen2_5_vl:tiny" in text
     assert "--shrink 24 --max-graphs 1`" in text
 
@@ -244,9 +246,9 @@ def test_padding_is_of_the_calls_as_often_as_they_occur() -> None:
     small, large, rare = KINDS[:3]
     result = Result(tokens={small: (32, 0), large: (64, 32), rare: (128, 64)})
     counts = Counter({small: 6, large: 2, rare: 1})
-    assert bench_traces._padding(result, [small, large], counts) == 64 / (6 * 32 + 2 * 64)
+    assert padding_of(result, [small, large], counts) == 64 / (6 * 32 + 2 * 64)
     result = Result(tokens={small: (0, 0)})  # all in eager mode
-    assert bench_traces._padding(result, [small], counts) == 0
+    assert padding_of(result, [small], counts) == 0
 
 
 def test_an_impossible_number_of_graphs_is_refused_before_the_tower_is_built(

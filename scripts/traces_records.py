@@ -1,0 +1,95 @@
+"""What ``scripts.bench_traces`` is given for a trace, and what it finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+from mmgraph.policy import as_replays, fit
+from scripts.traces import Grid
+
+__all__ = ["Kind", "Result", "Turn", "facts_of", "fitted_budgets", "padding_of", "tokens_of"]
+
+Kind = tuple[Grid, ...]
+"""The grids of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a way has to do on a trace, and until when.
+
+    Attributes:
+        kinds: Kinds of call of the trace, the most frequent first.
+        counts: How often each occurs.
+        reach: How many of them to time, at most: no more than the ways before did.
+        start: When it began, by the clock of the bench.
+        settled: When the calls before are over.
+        end: When timing is.
+    """
+
+    kinds: Sequence[Kind]
+    counts: Counter[Kind]
+    reach: int
+    start: float
+    settled: float
+    end: float
+
+
+@dataclass
+class Result:
+    """One way on one trace.
+
+    Attributes:
+        seconds: Of each kind of call that was timed.
+        tokens: Tokens that graphs computed for each while it was timed, and how many were padding.
+        graphs: How many there are in the end.
+        graph_mib: Device memory of these.
+        settling_s: What attaching and the calls before took, captures included.
+        misses: Items in eager mode by reason, settling included.
+        padding: Of the tokens that graphs compute for the calls of the trace that every way was
+            timed on, the part that is padding.
+        worst: The kind of call that does worst against eager mode: its time in multiples of that.
+    """
+
+    seconds: dict[Kind, float] = field(default_factory=dict)
+    tokens: dict[Kind, tuple[int, int]] = field(default_factory=dict)
+    graphs: int = 0
+    graph_mib: float = 0.0
+    settling_s: float = 0.0
+    misses: dict[str, int] = field(default_factory=dict)
+    padding: float = 0.0
+    worst: float = 1.0
+
+
+def padding_of(result: Result, timed: Sequence[Kind], counts: Counter[Kind]) -> float:
+    """The part of what graphs compute for these calls that is padding."""
+    computed = sum(counts[kind] * result.tokens[kind][0] for kind in timed)
+    padding = sum(counts[kind] * result.tokens[kind][1] for kind in timed)
+    return padding / max(1, computed)
+
+
+def tokens_of(kind: Kind) -> int:
+    """Tokens of all images of a call."""
+    return sum(t * h * w for t, h, w in kind)
+
+
+def facts_of(result: Result) -> dict[str, Any]:
+    """A result without what was found for each kind of call."""
+    data = asdict(result)
+    del data["seconds"], data["tokens"]
+    return data
+
+
+def fitted_budgets(counts: Mapping[Kind, int], number: int, granularity: int) -> tuple[int, ...]:
+    """What ``mmgraph plan`` makes of a whole trace: ascending budgets, in tokens."""
+    calls, items = Counter[int](), Counter[int]()
+    for kind, count in counts.items():
+        calls[tokens_of(kind)] += count
+        for grid in kind:
+            items[prod(grid)] += count
+    largest = max(items)
+    sizes = as_replays(calls, items, largest)
+    return fit(sizes, number, granularity=granularity, largest=largest)
