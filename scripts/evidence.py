@@ -73,6 +73,12 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
     traces = (sys.executable, "-m", "scripts.bench_traces", "--model")
     soak = (sys.executable, "-m", "scripts.soak", "--model", "qwen2_5_vl:tiny", "--largest", "12")
     module = (sys.executable, "-m")
+    bench = (*module, "mmgraph", "bench", "-n", "8", "--model")
+    packed = ["qwen2.5-vl-7b", "qwen3-vl-8b", "--image", "224", "448", "1344", "448x8", "--kernels"]
+    rows = ["siglip-so400m-384", "clip-l-336", "timm-vit-b16-224", "timm-vit-l16-224", "dinov2-l"]
+    rows += ["whisper-large-v3", "--batch", "1", "4", "16", "64"]
+    modes = ["compile", "compile-reduce-overhead", "compile-max-autotune"]
+    compiled = ("qwen2.5-vl-7b", "--image", "448", "1344", "--baselines", *modes)
     return {
         "tests": Part((*pytest, "-m", "gpu", "tests", *others), 300),
         "pipeline": Part((*pytest, "-m", "gpu", "tests/pipeline"), 180),
@@ -81,6 +87,9 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
         "multi-gpu": Part((*pytest, "-m", "multi_gpu", "tests"), 120),
         "demo": Part((*module, "mmgraph", "demo"), 180),
         "bench": Part((*module, "mmgraph", "bench", "-n", "10", "--out", str(out / "bench")), 600),
+        "bench-packed": Part((*bench, *packed, "--out", str(out / "packed")), 280),
+        "bench-rows": Part((*bench, *rows, "--out", str(out / "rows")), 280),
+        "bench-compile": Part((*bench, *compiled, "--out", str(out / "compile")), 400),
         "start": Part((*module, "scripts.bench_start", "--out", str(out)), 240),
         "traces-qwen2.5": Part(
             (*traces, "qwen2.5-vl-7b", "--out", str(out), "--seconds", "75"), 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mmgraph.bench.options import add_arguments
+from mmgraph.recipes import list_recipes
 from scripts import evidence, run_notebook
 from scripts.evidence import PARTS, Part, parts, run
 
@@ -74,6 +77,17 @@ def test_commands_name_files_that_are_there(tmp_path: Path) -> None:
                 assert (ROOT / word).exists(), word
             if word.startswith("scripts."):
                 assert (ROOT / word.replace(".", "/")).with_suffix(".py").exists(), word
+
+
+def test_the_bench_takes_what_it_is_given(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = [p.command for p in parts(tmp_path, 1).values() if "bench" in p.command]
+    assert len(given) == 4
+    for command in given:
+        options = parser.parse_args(command[command.index("bench") + 1 :])
+        assert set(options.model or ()) <= set(list_recipes())
+        assert options.out is not None
 
 
 def test_no_two_parts_write_the_same_page_of_traces(tmp_path: Path) -> None:
