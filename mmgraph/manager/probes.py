@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from mmgraph.graphs import GraphBackend
+from mmgraph.graphs.trees import fields_of, reordered
 from mmgraph.manager.judge import Flat
 from mmgraph.manager.outputs import OutputLayout
 from mmgraph.manager.verify import largest_error, max_error
@@ -71,7 +72,15 @@ class _Kept(Probe):
     """One whose answer outlives others: an encoder may give each in the same memory."""
 
     def _run(self) -> Any:
-        return tree_map_only(torch.Tensor, torch.clone, super()._run())
+        own: dict[int, torch.Tensor] = {}
+
+        def cloned(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in own:  # what is given twice is one tensor
+                own[id(tensor)] = tensor.clone()
+            return own[id(tensor)]
+
+        answer = super()._run()
+        return reordered(tree_map_only(torch.Tensor, cloned, answer), fields_of(answer))
 
 
 class _OfParts(Probe):

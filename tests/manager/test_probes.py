@@ -226,6 +226,19 @@ def test_answers_that_lie_in_the_same_memory_are_kept_apart() -> None:
     assert len(manager.stats().graphs) == 2 * len(BUDGETS)
 
 
+def test_a_tensor_that_is_given_twice_stays_one() -> None:
+    class Twice(Named):
+        def embed_multimodal(self, **mm_kwargs: Any) -> Any:
+            (output,) = super().embed_multimodal(**mm_kwargs)
+            return {"first": output, "all": (output, output + 1)}
+
+    probes = probes_of(Twice().requires_grad_(False).eval())
+    with probes.remembered(for_many=True):
+        answer = probes.of(KEY)[0].answer()
+    assert answer["first"] is answer["all"][0]
+    assert answer["first"] is not answer["all"][1]
+
+
 def test_only_so_many_names_are_kept() -> None:
     probes = probes_of(Named())
     calls = [ProbeCall(call_of([4], seed), [seed]) for seed in range(40)]
