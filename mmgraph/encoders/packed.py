@@ -194,7 +194,7 @@ class PackedEncoder(TowerEncoder):
         """Where nothing but the sizes is new, all is known by the fingerprint."""
         grids, rows, kind = fingerprint
         signature = self._signatures.get(kind)
-        if signature is not None and grids:
+        if signature is not None:
             items = tuple([item for item in map(self.metadata.item, grids) if item is not None])
             if len(items) == len(grids) and rows == sum([item.num_tokens for item in items]):
                 return EncoderBatch(items, signature)

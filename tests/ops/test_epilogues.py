@@ -95,9 +95,11 @@ def test_a_kernel_that_is_wrong_is_found_whatever_it_gets(
     """Here with rows that aren't finite, on which nothing can be seen."""
 
     def add(x: Any, weight: Any, rows: Any, *, out: Any, bias: Any, tuned: bool) -> None:
+        assert all(tensor.is_contiguous() for tensor in (x, rows, out))
         out.copy_((rows + x @ weight + bias) * factor)
 
     def gate(x: Any, weight: Any, *, bias: Any, postact_out: Any, **_: Any) -> None:
+        assert all(tensor.is_contiguous() for tensor in (x, postact_out))
         halves = (x @ weight + bias.unflatten(0, (-1, 2)).t().flatten()).chunk(2, -1)
         postact_out.copy_(F.silu(halves[0]) * halves[1] * factor)
 
@@ -113,6 +115,7 @@ def test_a_kernel_that_is_wrong_is_found_whatever_it_gets(
     state = torch.get_rng_state()
     across = rows.t().contiguous().t()
     calls.append(lambda: linear_add(x.t().contiguous().t(), weight, bias, across))
+    calls.append(lambda: linear_swiglu(x.t().contiguous().t(), weight, bias))
     for call in calls:
         call()  # unnoticed
         with checked(), nullcontext() if factor == 1 else pytest.raises(WrongProductError):

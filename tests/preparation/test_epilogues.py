@@ -222,6 +222,7 @@ def linear_of_16(x: torch.Tensor) -> torch.Tensor:
         (lambda x, y: x + F.dropout(linear_of_16(y), 0.0, True), 1),
         (lambda x, y: x.float() + linear_of_16(y), 0),  # another dtype
         (lambda x, y: x + F.linear(y, SQUARE.t()), 0),  # rows that don't lie together
+        (lambda x, y: x + F.linear(y, W.view(16, 64)[:, ::4]), 0),
         (lambda x, y: x + F.linear(y, SQUARE, B[:1]), 0),
         (lambda x, y: x + F.linear(y, SQUARE, B[:32:2]), 0),
         (lambda x, y: x + (h := linear_of_16(y)) + h, 0),
