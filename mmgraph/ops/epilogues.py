@@ -9,6 +9,8 @@ takes what cuBLAS takes for the product alone.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from mmgraph.log import get_logger
 from mmgraph.ops.compare import is_off
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "other_product",
 ]
 
+_logger = get_logger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
 _HOPPER = (9, 0)
 _ALIGNED = 8  # elements of 16 bits, as what is loaded at once has 16 bytes
@@ -110,8 +114,7 @@ def other_product(
     """What multiplies x (R, I) by the weight (O, I) of a layer besides cuBLAS, if there is any."""
     if not can_add(device):
         return None
-    from quack.gemm_interface import gemm
-
+    gemm = _of_quack("gemm")
     return lambda x, weight: gemm(x, weight.t(), tuned=False)
 
 
@@ -230,22 +233,25 @@ def _is_hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def _add_kernel() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from quack.gemm_interface import gemm_add
-    except Exception:  # not there, or not with the packages that it finds
-        return None
-    return gemm_add
+    return _of_quack("gemm_add")
 
 
 @lru_cache(maxsize=1)
 def _gate_kernel() -> Any:
+    # Its kernels are built from this module, which other packages can be too new for.
+    return _of_quack("gemm_gated", needs="quack.epilogue.library")
+
+
+def _of_quack(name: str, needs: str = "quack") -> Any:
+    """A function of quack; ``None`` without quack or, with a warning, where it can't be used."""
+    if importlib.util.find_spec("quack") is None:
+        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import quack.epilogue.library  # noqa: F401  (what it needs is imported at the call)
-            from quack.gemm_interface import gemm_gated
-    except Exception:  # likewise
+            importlib.import_module(needs)
+            return getattr(importlib.import_module("quack.gemm_interface"), name)
+    except Exception as error:  # the packages that it finds aren't those that it wants, say
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        _logger.warning("quack is installed, but %s can't be used: %s", name, why)
         return None
-    return gemm_gated

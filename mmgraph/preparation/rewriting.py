@@ -81,8 +81,9 @@ def _writes_by_name(name: str) -> bool:
 
 def _given(node: fx.Node) -> dict[str, Any]:
     """Arguments by name, where a Python function has names for those given by position."""
+    target: Any = node.target
     try:
-        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+        names = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):  # built in
         names = []
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

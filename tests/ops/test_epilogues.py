@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +88,35 @@ def test_there_is_none_without_the_device_or_the_package(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_is_hopper", lambda _: False)
     assert not can_add(torch.device("cuda:0"))
     assert not can_gate(torch.device("cuda:0"))
+
+
+def test_a_quack_that_cant_be_used_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = tmp_path / "quack"
+    (package / "epilogue").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "gemm_interface.py").write_text("def gemm_add(): ...\ndef gemm_gated(): ...\n")
+    (package / "epilogue" / "__init__.py").touch()
+    (package / "epilogue" / "library.py").write_text("raise TypeError('too new\\nfor it')\n")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "quack"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "_is_hopper", lambda _: True)
+    for kernel in (module._add_kernel, module._gate_kernel):
+        kernel.cache_clear()
+    try:
+        for _ in range(2):
+            assert can_add(torch.device("cuda:0"))
+            assert not can_gate(torch.device("cuda:0"))
+        assert [record.getMessage() for record in caplog.records] == [
+            "quack is installed, but gemm_gated can't be used: TypeError: too new"
+        ]
+    finally:
+        for kernel in (module._add_kernel, module._gate_kernel):
+            kernel.cache_clear()
+        for name in [n for n in sys.modules if n.partition(".")[0] == "quack"]:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.05])
