@@ -2,16 +2,19 @@
 
     python -m scripts.bench_traces --model qwen2.5-vl-7b --out docs/benchmarks/DATE-MACHINE
 
-Each kind of call is made a few times first, so that graphs are captured as they would be after some
-minutes of service, and is then timed once (the fastest of `--repeats`); totals count it as often as
-it occurs. Where `--kinds` or `--seconds` bound what is timed, totals are of those kinds that every
-way was timed on. Writes traces-MODEL.json and traces-MODEL.md after each trace.
+A kind of call that comes three times or more is made a few times first, so that graphs are captured
+as they would be after some minutes of service, and is then timed (the fastest of `--repeats`). A
+rarer kind is timed as it comes, once, and again where a graph was captured for it meanwhile. Where
+`--kinds` or `--seconds` bound what is timed, frequent and rare kinds are timed in turn, the rare
+ones in an order drawn by chance. Totals are of those that every way was timed on: each counts as
+often as it occurs, and stands for the calls of its sort, frequent or rare, that weren't timed.
+Writes traces-MODEL.json and traces-MODEL.md after each trace.
 
 `--seconds` is for all that follows once the tower is built. Each trace has an equal share of what
 is left of it, each way an equal share of what is left of its trace's: what one doesn't use goes to
 the next. Attaching, capturing and compiling count. Calls before the timed ones have up to half of a
-way's share; kinds that they don't reach are called once before they are timed. The most frequent
-kind of a trace is always called and timed in full, whatever that takes.
+way's share; frequent kinds that they don't reach are called once before they are timed. The most
+frequent kind of a trace is always called and timed in full, whatever that takes.
 
 Ways:
 
@@ -51,10 +54,13 @@ from scripts.traces_records import (
     Turn,
     facts_of,
     fitted_budgets,
+    in_turn,
+    is_frequent,
     padding_of,
     tokens_of,
+    weights_of,
 )
-from scripts.usual_planner import UsualPlanner
+from scripts.usual_planner import plan_as_usual
 
 __all__ = ["WAYS", "Bench"]
 
@@ -71,6 +77,8 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
 )
 _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
 _SETTLING_CALLS = 10
+_TRIES = 3
+"""How often a rare kind is called, at most, for a call in which nothing is captured."""
 _FITTED = 16
 """Graphs, and budgets, of the way whose budgets are fitted to the trace."""
 
@@ -81,8 +89,8 @@ class Bench:
     Args:
         recipe: Name of a recipe of a family in ``MODELS``.
         device: Where.
-        kinds: Kinds of call of a trace to time, at most; the most frequent ones.
-        repeats: How often each is timed.
+        kinds: Kinds of call of a trace to time, at most.
+        repeats: How often each frequent one is timed.
         seconds: What ``run`` may take, about.
         shrink: Divides the sides of all grids, for tiny models.
         traces: Names of those to measure.
@@ -95,7 +103,7 @@ class Bench:
         recipe: str,
         device: torch.device,
         *,
-        kinds: int = 60,
+        kinds: int = 200,
         repeats: int = 2,
         seconds: float = 120.0,
         shrink: int = 1,
@@ -139,7 +147,7 @@ class Bench:
     @torch.no_grad()
     def _trace(self, counts: Counter[Kind], end: float) -> dict[str, Any]:
         start = self._clock()
-        kinds = [kind for kind, _ in counts.most_common(self._kinds)]
+        kinds = in_turn(counts)[: self._kinds]
         most = max(tokens_of(kind) for kind in kinds)
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (most, self._width)
@@ -157,22 +165,24 @@ class Bench:
             took = self._clock() - now
             print(f"{way}: {reach} kinds timed, {took:.1f} of {until - now:.1f} s", file=sys.stderr)
         timed = [kind for kind in kinds if all(kind in r.seconds for r in results.values())]
+        weights = weights_of(timed, counts)
         totals = {
-            way: sum(counts[kind] * 1e3 * result.seconds[kind] for kind in timed)
+            way: sum(weights[kind] * 1e3 * result.seconds[kind] for kind in timed)
             for way, result in results.items()
         }
         totals[BEST] = sum(
-            counts[kind] * 1e3 * min(r.seconds[kind] for r in results.values()) for kind in timed
+            weights[kind] * 1e3 * min(r.seconds[kind] for r in results.values()) for kind in timed
         )
         eager = results["eager"].seconds
         for result in results.values():
             result.worst = max(result.seconds[k] / eager[k] for k in timed)
-            result.padding = padding_of(result, timed, counts)
+            result.padding = padding_of(result, timed, weights)
         return {
             "calls": sum(counts.values()),
             "kinds": len(counts),
             "timed_calls": sum(counts[kind] for kind in timed),
             "timed_kinds": len(timed),
+            "stands_for": round(sum(weights.values())),
             "seconds": round(self._clock() - start, 1),
             "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
             "ratios": ratios(totals),
@@ -210,17 +220,7 @@ class Bench:
         budgets = self.usual_budgets(turn.kinds)
 
         def prepare(handle: Handle) -> None:
-            for manager in handle._managers():
-                specs = [
-                    item
-                    for kind in turn.kinds
-                    for item in manager.model.item_specs(self._call(kind, self._cpu)).items
-                ]
-                each = range(len(specs[0].num_segments))
-                segments = [max(s.num_segments[k] / s.num_tokens for s in specs) for k in each]
-                longest = [None if k == 0 else max(s.max_seqlen[k] for s in specs) for k in each]
-                planner = UsualPlanner(budgets, segments, longest)
-                manager._planner = manager._plans._planner = planner
+            plan_as_usual(handle, budgets, [self._call(kind, self._cpu) for kind in turn.kinds])
 
         settings = GraphConfig(
             token_budgets=budgets,
@@ -251,11 +251,17 @@ class Bench:
         for kind, call in calls.items():
             if result.seconds and self._clock() >= turn.end:
                 break
-            if kind not in settled:
+            frequent = is_frequent(turn.counts[kind])
+            if frequent and kind not in settled:
                 result.settling_s += self._once(call)
-            before = stats()
-            result.seconds[kind] = min(self._once(call) for _ in range(self._repeats))
-            after = stats()
+            repeats = self._repeats if frequent else 1
+            for _ in range(1 if frequent else _TRIES):
+                before = stats()
+                seconds = [self._once(call) for _ in range(repeats)]
+                after = stats()
+                if _keys(before) == _keys(after):
+                    break
+            result.seconds[kind] = min(seconds)
             padding = after.padding - before.padding
             result.tokens[kind] = after.tokens - before.tokens + padding, padding
         result.settling_s = round(result.settling_s, 3)
@@ -269,6 +275,8 @@ class Bench:
         if settling == 1:  # one before each is timed will do
             return settled
         for kind, call in calls.items():
+            if not is_frequent(turn.counts[kind]):
+                continue
             for _ in range(min(settling, turn.counts[kind])):
                 if kind != turn.kinds[0] and self._clock() >= turn.settled:
                     return settled
@@ -286,6 +294,10 @@ class Bench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _keys(stats: EncoderStats) -> set[object]:
+    return {graph.key for graph in stats.graphs}
 
 
 def _as_few(bench: Bench, turn: Turn) -> Result:
@@ -317,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--model", default="qwen2.5-vl-7b", help="name of a recipe")
     add("--out", type=Path, required=True, help="folder for the report")
     add("--calls", type=int, default=500, help="calls of a trace")
-    add("--kinds", type=int, default=60, help="kinds of call of a trace to time, at most")
+    add("--kinds", type=int, default=200, help="kinds of call of a trace to time, at most")
     add("--repeats", type=int, default=2, help="timings of each, of which the fastest counts")
     add("--seconds", type=float, default=120.0, help="what all may take, about")
     add("--shrink", type=int, default=1, help="divide the sides of grids, for tiny models")

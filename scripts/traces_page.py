@@ -26,7 +26,7 @@ def ratios(totals: Mapping[str, float]) -> dict[str, float]:
 
 def summary(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What came out of all traces together."""
-    numbers = ("calls", "timed_calls", "timed_kinds", "seconds")
+    numbers = ("calls", "timed_calls", "timed_kinds", "stands_for", "seconds")
     results = list(traces.values())
     totals = {way: sum(r["total_ms"][way] for r in results) for way in results[0]["total_ms"]}
     return {
@@ -42,17 +42,20 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [
         f"# Traces on {report['model']}",
         "",
-        "Total encoder time in ms, and in brackets relative to eager mode.",
+        "Total encoder time in ms, and in brackets relative to eager mode. A kind of call that was "
+        "timed stands for those of its sort, frequent or rare, that weren't.",
         "",
-        "| trace | calls timed | " + " | ".join((*names, *compared)) + " |",
-        "|" + "---|" * (len(names) + len(compared) + 2),
+        "| trace | calls timed | standing for | " + " | ".join((*names, *compared)) + " |",
+        "|" + "---|" * (len(names) + len(compared) + 3),
     ]
     for trace, result in (*report["traces"].items(), ("all", report["all"])):
         totals = result["total_ms"]
         cells = [f"{totals[name]:.1f} ({totals[name] / totals['eager']:.2f})" for name in names]
         cells += [f"{result['ratios'][name]:.3f}" for name in compared]
         share = f"{result['timed_calls']} of {result['calls']} ({result['timed_kinds']} kinds)"
-        lines.append(f"| {trace} | {share} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {trace} | {share} | {result['stands_for']:g} | " + " | ".join(cells) + " |"
+        )
     heads = ("trace", "way", "worst kind, of eager", "padding", "graphs", "MiB", "settling, s")
     lines += ["", f"| {' | '.join(heads)} | items in eager mode |", "|---" * (len(heads) + 1) + "|"]
     for trace, result in report["traces"].items():

@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, zip_longest
 from math import prod
+from random import Random
 from typing import Any
 
 from mmgraph.policy import as_replays, fit
 from scripts.traces import Grid
 
-__all__ = ["Kind", "Result", "Turn", "facts_of", "fitted_budgets", "padding_of", "tokens_of"]
+__all__ = [
+    "Kind",
+    "Result",
+    "Turn",
+    "facts_of",
+    "fitted_budgets",
+    "in_turn",
+    "is_frequent",
+    "padding_of",
+    "tokens_of",
+    "weights_of",
+]
 
 Kind = tuple[Grid, ...]
 """The grids of a call."""
+
+_FREQUENT = 3
+"""How often a kind occurs in a trace, at least, to be one of the frequent ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +38,7 @@ class Turn:
     """What a way has to do on a trace, and until when.
 
     Attributes:
-        kinds: Kinds of call of the trace, the most frequent first.
+        kinds: Kinds of call of the trace, the most frequent first, in the order of timing.
         counts: How often each occurs.
         reach: How many of them to time, at most: no more than the ways before did.
         start: When it began, by the clock of the bench.
@@ -64,10 +80,35 @@ class Result:
     worst: float = 1.0
 
 
-def padding_of(result: Result, timed: Sequence[Kind], counts: Counter[Kind]) -> float:
+def is_frequent(count: int) -> bool:
+    """Whether a kind that occurs so often is made before it is timed."""
+    return count >= _FREQUENT
+
+
+def in_turn(counts: Counter[Kind]) -> list[Kind]:
+    """Frequent kinds, the most frequent first, and rare ones in an order by chance, in turn."""
+    frequent = [kind for kind, count in counts.most_common() if is_frequent(count)]
+    rare = sorted(kind for kind, count in counts.items() if not is_frequent(count))
+    Random(0).shuffle(rare)
+    pairs = chain.from_iterable(zip_longest(frequent, rare))
+    return [kind for kind in pairs if kind is not None]
+
+
+def weights_of(timed: Sequence[Kind], counts: Counter[Kind]) -> dict[Kind, float]:
+    """How many calls each kind stands for: its own, and its part of those of its sort not timed."""
+    weights = {}
+    for sort in (True, False):
+        total = sum(count for count in counts.values() if is_frequent(count) is sort)
+        kinds = [kind for kind in timed if is_frequent(counts[kind]) is sort]
+        scale = total / max(1, sum(counts[kind] for kind in kinds))
+        weights.update({kind: counts[kind] * scale for kind in kinds})
+    return weights
+
+
+def padding_of(result: Result, timed: Sequence[Kind], weights: Mapping[Kind, float]) -> float:
     """The part of what graphs compute for these calls that is padding."""
-    computed = sum(counts[kind] * result.tokens[kind][0] for kind in timed)
-    padding = sum(counts[kind] * result.tokens[kind][1] for kind in timed)
+    computed = sum(weights[kind] * result.tokens[kind][0] for kind in timed)
+    padding = sum(weights[kind] * result.tokens[kind][1] for kind in timed)
     return padding / max(1, computed)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from mmgraph import GraphKey
+import torch
+
+from mmgraph import GraphKey, Handle
 from mmgraph.bench.power_of_two import fill
 from mmgraph.manager import Plan, Replay
 from mmgraph.manager.plan import Eager, Graphs, Planner
 from mmgraph.types import EncoderBatch, Reason
 
-__all__ = ["UsualPlanner"]
+__all__ = ["UsualPlanner", "plan_as_usual"]
 
 
 class UsualPlanner(Planner):
@@ -45,3 +47,17 @@ class UsualPlanner(Planner):
         capacity = tuple(max(1, int(budget * share + 1)) for share in self._segments)
         longest = tuple(budget if n is None else min(n, budget) for n in self._longest)
         return GraphKey(budget, capacity, longest, batch.signature)
+
+
+def plan_as_usual(
+    handle: Handle, budgets: tuple[int, ...], calls: Iterable[Mapping[str, torch.Tensor]]
+) -> None:
+    """Make attached encoders plan so, with the worst that comes in any of these calls baked in."""
+    calls = list(calls)
+    for manager in handle._managers():
+        specs = [item for call in calls for item in manager.model.item_specs(call).items]
+        each = range(len(specs[0].num_segments))
+        segments = [max(s.num_segments[k] / s.num_tokens for s in specs) for k in each]
+        longest = [None if k == 0 else max(s.max_seqlen[k] for s in specs) for k in each]
+        planner = UsualPlanner(budgets, segments, longest)
+        manager._planner = manager._plans._planner = planner

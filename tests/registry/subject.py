@@ -36,6 +36,12 @@ class Subject:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self._twin is None else torch.bfloat16
 
+    def in_float32(self) -> Subject:
+        """The same with the float32 twin as its model."""
+        if self._twin is None:
+            return self
+        return Subject(self.entry, self.device, self._twin, None)
+
     @property
     def config(self) -> GraphConfig:
         """One graph of budgets, which smaller calls pad and larger ones fill several times."""

@@ -147,8 +147,11 @@ def what_comes(tower: Any, call: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("flag", ["output_hidden_states", "return_dict"])
 def test_other_outputs_of_the_tower_equal_eager(subject: Subject, flag: str) -> None:
-    """What a flag changes must be part of the key: with it, without it, with it again."""
-    limit = 1e-5 if subject.device == "cpu" else 0.05
+    """What a flag changes must be part of the key: with it, without it, with it again.
+
+    In float32 everywhere: in bfloat16 Phi-4's eager mode alone is off by up to 0.3.
+    """
+    subject, limit = subject.in_float32(), 1e-5 if subject.device == "cpu" else 1e-4
     with subject.attach() as handle:
         tower, call = tower_call(subject, handle)
         for _ in range(3):

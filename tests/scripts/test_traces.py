@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mmgraph import ConfigError, EncoderStats
+from mmgraph.stats import GraphRecord
+from mmgraph.types import GraphKey
 from scripts import bench_traces
 from scripts.bench_traces import WAYS, Bench, main
 from scripts.traces import MODELS, TRACES, make_trace
-from scripts.traces_records import Result, Turn, padding_of
+from scripts.traces_records import Result, Turn, in_turn, padding_of, weights_of
 from scripts.usual_planner import UsualPlanner
 from tests.manager.test_plan import batch_of, graphs, image
 
@@ -100,7 +102,7 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     assert both["ratios"]["mmgraph / best of each call"] >= 1
     text = (tmp_path / "traces-qwen2_5_vl-tiny.md").read_text(encoding="utf-8")
     assert " | mmgraph / best of each call | usual, our kernels / mmgraph | " in text
-    assert "| camera | 4 of 4 (1 kinds) |" in text
+    assert "| camera | 4 of 4 (1 kinds) | 4 |" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| all |")]
     assert line.endswith("| {:.3f} | {:.3f} | {:.3f} | {:.3f} |".format(*both["ratios"].values()))
     assert "Command: `python -m scripts.bench_traces --model qwen2_5_vl:tiny" in text
@@ -175,7 +177,8 @@ def test_later_ways_need_no_more_kinds_than_earlier_ones_reached(
     (first, *_) = turns
     timed = sum(first.counts[kind] for kind in first.kinds[:3])
     assert result["timed_calls"] == timed
-    assert result["total_ms"]["mmgraph"] == timed * 500
+    assert 0 < timed < result["calls"] == result["stands_for"] == 200
+    assert result["total_ms"]["mmgraph"] == 200 * 500
     assert result["ways"]["mmgraph"]["padding"] == 0.25
 
 
@@ -183,21 +186,25 @@ KINDS = (((1, 4, 4),), ((1, 4, 8),), ((1, 8, 8),), ((1, 8, 12),))
 
 
 class Tower:
-    """Takes a second a call, and serves it from a graph of 100 tokens."""
+    """Takes a second a call, and serves it from a graph of 100 tokens; some calls capture one."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, captures: Collection[int] = ()) -> None:
         self.clock = clock
+        self.captures = captures
         self.calls: list[int] = []
         self.tokens = 0
+        self.graphs: list[GraphRecord] = []
 
     def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> None:
         self.clock.now += 1
+        if len(self.calls) in self.captures:
+            self.graphs.append(GraphRecord(GraphKey(len(self.calls)), 0, 0, 0.0))
         self.calls.append(len(hidden_states))
         self.tokens += len(hidden_states)
 
     def stats(self) -> EncoderStats:
         padding = 100 * len(self.calls) - self.tokens
-        return EncoderStats(tokens=self.tokens, padding=padding)
+        return EncoderStats(tokens=self.tokens, padding=padding, graphs=tuple(self.graphs))
 
 
 @pytest.fixture
@@ -240,6 +247,44 @@ def test_eager_mode_is_called_once_before_each_kind_is_timed(
 ) -> None:
     _, calls = timed(100, settling=1, reach=2)
     assert calls == [16] * 3 + [32] * 3
+
+
+def test_a_rare_kind_is_timed_once_and_again_after_a_capture(clock: Clock) -> None:
+    bench = bench_for(clock)
+    bench.tower = tower = Tower(clock, captures={0, 4, 6})
+    bench._patches = torch.empty(96, bench._width)
+    counts = Counter({KINDS[0]: 3, KINDS[1]: 2, KINDS[2]: 1, KINDS[3]: 1})
+    turn = Turn(KINDS, counts, 4, clock.now, clock.now + 50, clock.now + 100)
+    result = bench._time(turn, torch.device("cpu"), settling=2, stats=tower.stats)
+    # Two before and two timed; one with a capture and one without; likewise; one is enough.
+    assert tower.calls == [16] * 4 + [32] * 2 + [64] * 2 + [96]
+    assert result.tokens[KINDS[1]] == (100, 68)
+
+
+def test_nothing_waits_for_a_call_without_captures(clock: Clock) -> None:
+    bench = bench_for(clock)
+    bench.tower = tower = Tower(clock, captures=range(9))
+    bench._patches = torch.empty(96, bench._width)
+    turn = Turn(KINDS, Counter(KINDS), 1, clock.now, clock.now + 50, clock.now + 100)
+    bench._time(turn, torch.device("cpu"), settling=2, stats=tower.stats)
+    assert tower.calls == [16] * 3
+
+
+def test_frequent_and_rare_kinds_are_timed_in_turn() -> None:
+    often, less, once, twice = KINDS
+    counts = Counter({once: 1, often: 9, less: 3, twice: 2})
+    order = in_turn(counts)
+    assert order[::2] == [often, less]
+    assert set(order[1::2]) == {once, twice}
+    assert order == in_turn(counts)
+
+
+def test_what_is_timed_stands_for_its_own_sort() -> None:
+    often, less, once, twice = KINDS
+    counts = Counter({once: 1, often: 9, less: 3, twice: 2})
+    assert weights_of(KINDS, counts) == counts
+    assert weights_of([often, once], counts) == {often: 12, once: 3}
+    assert weights_of([less], counts) == {less: 12}  # rare ones are missing
 
 
 def test_padding_is_of_the_calls_as_often_as_they_occur() -> None:
