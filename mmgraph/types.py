@@ -169,6 +169,10 @@ class GraphKey:
             and all(a >= b for a, b in _pairs(self.max_seqlen, other.max_seqlen))
         )
 
+    def of(self, signature: Hashable) -> GraphKey:
+        """The same key for calls of another signature."""
+        return replace(self, signature=signature)
+
     def joined(self, other: GraphKey) -> GraphKey:
         """The least key that covers this one and `other`, which has the same tokens and kind."""
         return replace(

@@ -4,7 +4,8 @@
 
 A kind of call that comes three times or more is made a few times first, so that graphs are captured
 as they would be after some minutes of service, and is then timed (the fastest of `--repeats`). A
-rarer kind is timed as it comes, once, and again where a graph was captured for it meanwhile. Where
+rarer kind is timed as it comes, once, and again where a graph was captured for it meanwhile. What
+takes about as long as eager mode is timed again, in turn with it; that says which is faster. Where
 `--kinds` or `--seconds` bound what is timed, frequent and rare kinds are timed in turn, the rare
 ones in an order drawn by chance. Totals are of those that every way was timed on: each counts as
 often as it occurs, and stands for the calls of its sort, frequent or rare, that weren't timed.
@@ -22,8 +23,9 @@ Ways:
 - usual: a graph for each power of two, with metadata at its worst; items sorted by size and put
   together as far as the largest budget goes. mmgraph's preparation of the tower is off.
 - usual, our kernels: the same with everything that mmgraph does to the tower itself.
-- mmgraph, as few: mmgraph with as many graphs as these.
-- mmgraph, fitted: with 16 graphs, their budgets fitted to the trace as ``mmgraph plan`` does it.
+- mmgraph, as few: with as many graphs as these, their budgets fitted to the trace as
+  ``mmgraph plan`` does it.
+- mmgraph, fitted: the same with 16 graphs.
 - mmgraph: with its default settings, but for `--max-graphs`.
 """
 
@@ -39,9 +41,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from mmgraph import EncoderStats, GraphConfig, Handle, attach
+from mmgraph import GraphConfig, Handle, attach
 from mmgraph.bench.environment import Environment
 from mmgraph.bench.power_of_two import power_of_two_budgets
 from mmgraph.recipes import load_recipe
@@ -52,14 +53,15 @@ from scripts.traces_records import (
     Kind,
     Result,
     Turn,
+    by_kind,
     facts_of,
     fitted_budgets,
     in_turn,
-    is_frequent,
     padding_of,
     tokens_of,
     weights_of,
 )
+from scripts.traces_timing import CPU, KindTimer
 from scripts.usual_planner import plan_as_usual
 
 __all__ = ["WAYS", "Bench"]
@@ -77,13 +79,11 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
 )
 _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
 _SETTLING_CALLS = 10
-_TRIES = 3
-"""How often a rare kind is called, at most, for a call in which nothing is captured."""
 _FITTED = 16
 """Graphs, and budgets, of the way whose budgets are fitted to the trace."""
 
 
-class Bench:
+class Bench(KindTimer):
     """Measures one model's tower.
 
     Args:
@@ -104,7 +104,7 @@ class Bench:
         device: torch.device,
         *,
         kinds: int = 200,
-        repeats: int = 2,
+        repeats: int = 3,
         seconds: float = 120.0,
         shrink: int = 1,
         traces: Sequence[str] = tuple(TRACES),
@@ -115,15 +115,14 @@ class Bench:
         self.recipe = load_recipe(recipe)
         if self.recipe.family not in MODELS:
             raise SystemExit(f"--model must be of {', '.join(MODELS)}, got {recipe}")
-        self.device = device
-        self._kinds, self._repeats, self._shrink = kinds, repeats, shrink
-        self._traces, self._seconds, self._clock = traces, seconds, clock
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.tower: nn.Module = self.recipe.build_encoder(device=device, dtype=dtype)
+        tower = self.recipe.build_encoder(device=device, dtype=dtype)
+        super().__init__(tower, device, repeats, clock)
+        self._kinds, self._shrink = kinds, shrink
+        self._traces, self._seconds = traces, seconds
         config: Any = self.tower.config
         self._width = 3 * config.temporal_patch_size * config.patch_size**2
         self._dtype = dtype
-        self._patches = torch.empty(0)
 
     def run(self, calls: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Traces by name with what came out of each, one after another."""
@@ -158,7 +157,8 @@ class Bench:
         reach = len(kinds)
         for way, make in WAYS.items():
             now, until = self._clock(), self._share(end, len(WAYS) - len(results))
-            turn = Turn(kinds, counts, reach, now, (now + until) / 2, until)
+            eager = results["eager"].seconds if way.startswith("mmgraph") else {}
+            turn = Turn(kinds, counts, reach, now, (now + until) / 2, until, eager)
             results[way] = make(self, turn)
             # Totals are over what all have timed: the time for more goes to the ways that follow.
             reach = len(results[way].seconds)
@@ -175,7 +175,9 @@ class Bench:
         )
         eager = results["eager"].seconds
         for result in results.values():
-            result.worst = max(result.seconds[k] / eager[k] for k in timed)
+            result.worst = max(
+                result.against_eager.get(k, result.seconds[k] / eager[k]) for k in timed
+            )
             result.padding = padding_of(result, timed, weights)
         return {
             "calls": sum(counts.values()),
@@ -187,6 +189,7 @@ class Bench:
             "total_ms": {way: round(ms, 3) for way, ms in totals.items()},
             "ratios": ratios(totals),
             "ways": {way: facts_of(result) for way, result in results.items()},
+            "by_kind": by_kind(timed, weights, results),
         }
 
     def eager(self, turn: Turn) -> Result:
@@ -204,7 +207,7 @@ class Bench:
         settling = _SETTLING_CALLS if config.exact_after else 2
         with attach(self.tower, config) as handle:
             prepare(handle)
-            result = self._time(turn, self._cpu, settling, handle.stats)
+            result = self._time(turn, CPU, settling, handle.stats)
             stats = handle.stats()
         result.graphs, result.graph_mib = len(stats.graphs), round(stats.graph_bytes / 2**20, 1)
         result.misses = {reason.name: n for reason, n in stats.misses.items()}
@@ -220,7 +223,7 @@ class Bench:
         budgets = self.usual_budgets(turn.kinds)
 
         def prepare(handle: Handle) -> None:
-            plan_as_usual(handle, budgets, [self._call(kind, self._cpu) for kind in turn.kinds])
+            plan_as_usual(handle, budgets, [self._call(kind, CPU) for kind in turn.kinds])
 
         settings = GraphConfig(
             token_budgets=budgets,
@@ -231,85 +234,16 @@ class Bench:
         )
         return self.attached(turn, settings, prepare)
 
-    _cpu = torch.device("cpu")
-
-    def _call(self, kind: Kind, grids_on: torch.device) -> dict[str, torch.Tensor]:
-        grid = torch.tensor(kind, dtype=torch.int64, device=grids_on)
-        return {"hidden_states": self._patches[: tokens_of(kind)], "grid_thw": grid}
-
-    def _time(
-        self,
-        turn: Turn,
-        grids_on: torch.device,
-        settling: int,
-        stats: Callable[[], EncoderStats] = EncoderStats,
-    ) -> Result:
-        calls = {kind: self._call(kind, grids_on) for kind in turn.kinds[: turn.reach]}
-        result = Result()
-        settled = self._settle(turn, calls, settling)
-        result.settling_s = self._clock() - turn.start
-        for kind, call in calls.items():
-            if result.seconds and self._clock() >= turn.end:
-                break
-            frequent = is_frequent(turn.counts[kind])
-            if frequent and kind not in settled:
-                result.settling_s += self._once(call)
-            repeats = self._repeats if frequent else 1
-            for _ in range(1 if frequent else _TRIES):
-                before = stats()
-                seconds = [self._once(call) for _ in range(repeats)]
-                after = stats()
-                if _keys(before) == _keys(after):
-                    break
-            result.seconds[kind] = min(seconds)
-            padding = after.padding - before.padding
-            result.tokens[kind] = after.tokens - before.tokens + padding, padding
-        result.settling_s = round(result.settling_s, 3)
-        return result
-
-    def _settle(
-        self, turn: Turn, calls: Mapping[Kind, Mapping[str, torch.Tensor]], settling: int
-    ) -> set[Kind]:
-        """Make calls of each kind before it is timed; return those that there was time for."""
-        settled: set[Kind] = set()
-        if settling == 1:  # one before each is timed will do
-            return settled
-        for kind, call in calls.items():
-            if not is_frequent(turn.counts[kind]):
-                continue
-            for _ in range(min(settling, turn.counts[kind])):
-                if kind != turn.kinds[0] and self._clock() >= turn.settled:
-                    return settled
-                self._once(call)
-                settled.add(kind)
-        return settled
-
-    def _once(self, call: Mapping[str, torch.Tensor]) -> float:
-        self._wait()
-        start = self._clock()
-        self.tower(**call)
-        self._wait()
-        return self._clock() - start
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _keys(stats: EncoderStats) -> set[object]:
-    return {graph.key for graph in stats.graphs}
-
 
 def _as_few(bench: Bench, turn: Turn) -> Result:
-    number = len(bench.usual_budgets(turn.kinds))
-    return bench.attached(turn, GraphConfig(max_graphs=number))
+    return _fitted(bench, turn, len(bench.usual_budgets(turn.kinds)))
 
 
-def _fitted(bench: Bench, turn: Turn) -> Result:
+def _fitted(bench: Bench, turn: Turn, number: int = _FITTED) -> Result:
     config: Any = bench.tower.config
-    budgets = fitted_budgets(turn.counts, _FITTED, config.spatial_merge_size**2)
+    budgets = fitted_budgets(turn.counts, number, config.spatial_merge_size**2)
     items = max(1, min(8, budgets[-1] // 4))
-    config = GraphConfig(token_budgets=budgets, max_graphs=_FITTED, max_items=items, exact_after=0)
+    config = GraphConfig(token_budgets=budgets, max_graphs=number, max_items=items, exact_after=0)
     return bench.attached(turn, config)
 
 
@@ -330,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", type=Path, required=True, help="folder for the report")
     add("--calls", type=int, default=500, help="calls of a trace")
     add("--kinds", type=int, default=200, help="kinds of call of a trace to time, at most")
-    add("--repeats", type=int, default=2, help="timings of each, of which the fastest counts")
+    add("--repeats", type=int, default=3, help="timings of each, of which the fastest counts")
     add("--seconds", type=float, default=120.0, help="what all may take, about")
     add("--shrink", type=int, default=1, help="divide the sides of grids, for tiny models")
     add("--traces", nargs="+", choices=list(TRACES), default=list(TRACES), help="which ones")

@@ -17,6 +17,7 @@ __all__ = [
     "Kind",
     "Result",
     "Turn",
+    "by_kind",
     "facts_of",
     "fitted_budgets",
     "in_turn",
@@ -44,6 +45,7 @@ class Turn:
         start: When it began, by the clock of the bench.
         settled: When the calls before are over.
         end: When timing is.
+        eager: Seconds of each kind in eager mode, for a way that is to be held against it.
     """
 
     kinds: Sequence[Kind]
@@ -52,6 +54,7 @@ class Turn:
     start: float
     settled: float
     end: float
+    eager: Mapping[Kind, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Result:
         padding: Of the tokens that graphs compute for the calls of the trace that every way was
             timed on, the part that is padding.
         worst: The kind of call that does worst against eager mode: its time in multiples of that.
+        against_eager: Multiples of eager mode's time of kinds that were timed in turn with it.
     """
 
     seconds: dict[Kind, float] = field(default_factory=dict)
@@ -78,6 +82,7 @@ class Result:
     misses: dict[str, int] = field(default_factory=dict)
     padding: float = 0.0
     worst: float = 1.0
+    against_eager: dict[Kind, float] = field(default_factory=dict)
 
 
 def is_frequent(count: int) -> bool:
@@ -120,8 +125,22 @@ def tokens_of(kind: Kind) -> int:
 def facts_of(result: Result) -> dict[str, Any]:
     """A result without what was found for each kind of call."""
     data = asdict(result)
-    del data["seconds"], data["tokens"]
+    del data["seconds"], data["tokens"], data["against_eager"]
     return data
+
+
+def by_kind(
+    timed: Sequence[Kind], weights: Mapping[Kind, float], results: Mapping[str, Result]
+) -> list[dict[str, Any]]:
+    """For each kind that was timed what it stands for, and what each way took."""
+    return [
+        {
+            "grids": [list(grid) for grid in kind],
+            "stands_for": round(weights[kind], 2),
+            "ms": {way: round(1e3 * result.seconds[kind], 4) for way, result in results.items()},
+        }
+        for kind in timed
+    ]
 
 
 def fitted_budgets(counts: Mapping[Kind, int], number: int, granularity: int) -> tuple[int, ...]:

@@ -84,10 +84,17 @@ class EncoderCudaGraphManager:
         self._store.limit.others = lambda: 0 if self._exact is None else self._exact.num_bytes
         self._store.limit.reclaim = self._reclaim
         self._exact = exact_graphs(config, model, self.facts.name, self.backend, self._stats)
-        self._plans = Plans(config, self._planner, self._store, self._captured, self._stats.evicted)
-        self._audit = Audit(config.verify_every, self.facts.name)
         self._lock = threading.RLock()
         self.upfront = UpFront(config, self.facts, self._planner, self._store, self._lock)
+        self._plans = Plans(
+            config,
+            self._planner,
+            self._store,
+            self.upfront.keys_of,
+            self._captured,
+            self._stats.evicted,
+        )
+        self._audit = Audit(config.verify_every, self.facts.name)
         self._lazy, self._blocks, self._shut = self._plans.lazy, 0, False
         self._serving = self._plans.lazy and config.closed is None
         recapture = self._plans.lazy and config.on_change == "recapture"

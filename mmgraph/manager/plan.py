@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,6 +48,8 @@ class Graphs:
         failed: Keys that can't be captured, and why.
         may_capture: Whether a plan may ask for a key that isn't captured yet.
         missing: The reason for eager mode where a key is missing.
+        general: Keys that take whatever their budget can hold, by budget, where there is room for
+            hardly more graphs than budgets; ``None`` where there is room enough.
         measured: What graphs and eager mode take: another object once graphs came, went or failed.
     """
 
@@ -55,7 +57,15 @@ class Graphs:
     failed: Mapping[GraphKey, Reason]
     may_capture: bool
     missing: Reason = Reason.NOT_CAPTURED
+    general: Callable[[int], Sequence[GraphKey]] | None = None
     measured: Measured = field(default_factory=Measured)
+
+    def wanted(self, tightest: GraphKey) -> GraphKey:
+        """What to capture for a replay of at least `tightest`."""
+        if self.general is None:
+            return tightest
+        keys = [key.of(tightest.signature) for key in self.general(tightest.token_budget)]
+        return min((k for k in keys if k.covers(tightest)), key=_bounds, default=tightest)
 
 
 JOINED_FROM = 4096
@@ -95,15 +105,17 @@ class Planner:
         budgets = self._budgets(batch, same, graphs)
         sizes = [item.num_tokens for item in batch.items]
         whole = self._whole(batch, budgets, sum(sizes))
-        alike = (prices, budgets, whole, graphs.may_capture)
+        alike = (prices, budgets, whole, graphs.may_capture, graphs.general is None)
         plan = self._alone.get(alike)
         if plan is None:
             packing = pack(sizes, budgets, prices=self._prices(budgets, whole, prices))
             plan = self._replays(batch, packing, same, graphs)
             if len(sizes) == 1 and whole and packing.bins == whole[:1] and plan.replays:
                 self._alone[alike] = plan
-        if not plan.eager and prices.eager_is_cheaper([r.key for r in plan.replays], sum(sizes)):
-            return Plan((), (Eager(tuple(range(len(sizes))), Reason.NOT_FASTER),))
+        if not plan.eager and plan.replays:
+            tokens = [sum([sizes[i] for i in replay.items]) for replay in plan.replays]
+            if prices.eager_is_cheaper([replay.key for replay in plan.replays], tokens):
+                return Plan((), (Eager(tuple(range(len(sizes))), Reason.NOT_FASTER),))
         return plan
 
     def _replays(
@@ -113,20 +125,55 @@ class Planner:
         replays: list[Replay] = []
         eager: list[Eager] = []
         for bin_ in packing.bins:
-            exact = self.key_for(batch, bin_)
-            chosen = (exact, graphs.may_capture, self.budgets)
-            if chosen not in self._chosen:
-                self._chosen[chosen] = self._choose(exact, same, graphs)
-            key = self._chosen[chosen]
-            if key is None:
-                eager.append(Eager(bin_.items, graphs.failed.get(exact, graphs.missing)))
-            else:
+            key = self._chosen_for(batch, bin_, same, graphs)
+            if key is not None:
                 replays.append(Replay(bin_.items, key))
+                continue
+            parts = self._in_parts(batch, bin_.items, same, replace(graphs, may_capture=False))
+            replays.extend(parts)
+            if not parts:
+                eager.append(Eager(bin_.items, self._reason(self.key_for(batch, bin_), graphs)))
         eager.extend(
             Eager((i,), self._oversized_reason(batch.items[i].num_tokens, graphs))
             for i in packing.oversized
         )
         return Plan(tuple(replays), _merge(eager))
+
+    def _chosen_for(
+        self, batch: EncoderBatch, bin_: Bin, same: Sequence[GraphKey], graphs: Graphs
+    ) -> GraphKey | None:
+        """The graph for a bin, if there is one or may be."""
+        exact = self.key_for(batch, bin_)
+        chosen = (exact, graphs.may_capture, graphs.general is None, self.budgets)
+        if chosen not in self._chosen:
+            self._chosen[chosen] = self._choose(exact, same, graphs)
+        return self._chosen[chosen]
+
+    def _in_parts(
+        self, batch: EncoderBatch, items: tuple[int, ...], same: Sequence[GraphKey], graphs: Graphs
+    ) -> list[Replay]:
+        """Replays of graphs that there are for halves of a bin, or halves of these.
+
+        Not one if a single item has none: eager mode has to run then anyway.
+        """
+        budgets = sorted({key.token_budget for key in same})
+        replays = list[Replay]()
+        middle = len(items) // 2
+        for part in (items[:middle], items[middle:]) if middle else ():
+            position = bisect_left(budgets, sum(batch.items[i].num_tokens for i in part))
+            key = None
+            if position < len(budgets):
+                key = self._chosen_for(batch, Bin(part, budgets[position]), same, graphs)
+            more = [Replay(part, key)] if key else self._in_parts(batch, part, same, graphs)
+            if not more:
+                return []
+            replays.extend(more)
+        return replays
+
+    def _reason(self, exact: GraphKey, graphs: Graphs) -> Reason:
+        """Why there is no graph for at least `exact`."""
+        wanted = graphs.wanted(exact)
+        return graphs.failed.get(exact, graphs.failed.get(wanted, graphs.missing))
 
     def key_for(self, batch: EncoderBatch, bin_: Bin, *, for_any: bool = False) -> GraphKey:
         """The tightest key for the items of `bin_`; `for_any` batch with that many tokens."""
@@ -225,14 +272,17 @@ class Planner:
         seconds = graphs.measured.replays
         best = min(
             covering,
-            key=lambda k: (seconds.get(k, 0.0), k.token_budget, k.max_seqlen, k.segment_capacity),
+            key=lambda k: (seconds.get(k, 0.0), *_bounds(k)),
             default=None,
         )
         near = [key for key in covering if _near(key, exact)]
+        if graphs.general is not None:  # what takes it is near enough
+            near = [key for key in covering if key.token_budget == least]
         if best is not None and (near or exact.token_budget not in self.budgets):
             return best
-        if graphs.may_capture and exact not in graphs.failed:
-            return exact
+        wanted = graphs.wanted(exact)
+        if graphs.may_capture and wanted not in graphs.failed:
+            return wanted
         return best
 
     def _oversized_reason(self, num_tokens: int, graphs: Graphs) -> Reason:
@@ -242,6 +292,11 @@ class Planner:
 def _fill(count: int, lengths: Sequence[int], budget: int) -> bool:
     """Whether `count` segments are all of one length, and as long as `budget` together."""
     return count * lengths[0] == budget and min(lengths) == max(lengths)
+
+
+def _bounds(key: GraphKey) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Sorts keys, the tightest first."""
+    return key.token_budget, key.max_seqlen, key.segment_capacity
 
 
 def _near(key: GraphKey, exact: GraphKey) -> bool:

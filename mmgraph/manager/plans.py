@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mmgraph.config import GraphConfig
+from mmgraph.errors import UnsupportedModelError
 from mmgraph.manager.demand import Demand
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
-from mmgraph.manager.prices import in_eager, saving
+from mmgraph.manager.prices import Measured, in_eager, saving
 from mmgraph.manager.store import GraphStore
 from mmgraph.policy import Bin
 from mmgraph.types import EncoderBatch, GraphKey, Reason
@@ -39,6 +41,7 @@ class Plans:
         config: What the user wants.
         planner: Divides batches over budgets.
         store: Holds the graphs.
+        general: Keys that take whatever a budget can hold; see ``UpFront.keys_of``.
         captured: Called after each capture.
         evicted: Called with the number of graphs that go for one that is asked for more.
     """
@@ -48,6 +51,7 @@ class Plans:
         config: GraphConfig,
         planner: Planner,
         store: GraphStore,
+        general: Callable[[int], Iterable[GraphKey]],
         captured: Callable[[], None],
         evicted: Callable[[int], None],
     ) -> None:
@@ -55,12 +59,16 @@ class Plans:
         self._config = config
         self._planner = planner
         self._store = store
+        self._keys_of = general
         self._captured = captured
         self._evicted = evicted
         self.at_once = False
         """Whether a graph is captured the first time that it is asked for, whatever is set."""
         self._known: OrderedDict[EncoderBatch, _Known] = OrderedDict()
         self._demand = Demand()
+        self._general_keys: dict[int, Sequence[GraphKey]] = {}
+        self._scarce: tuple[Measured, tuple[int, ...], bool] | None = None
+        """Whether there is hardly room for more graphs, by the graphs and budgets there were."""
 
     @property
     def largest_budget(self) -> int:
@@ -156,7 +164,41 @@ class Plans:
             missing = Reason.MEMORY_LIMIT if store.too_large else missing
             missing = next(iter(store.failed.values()), missing)
         may_capture = may_capture and self.lazy
-        return Graphs(store.entries.keys(), store.failed, may_capture, missing, store.measured)
+        general = self._general if self._is_scarce() else None
+        return Graphs(
+            store.entries.keys(), store.failed, may_capture, missing, general, store.measured
+        )
+
+    def _is_scarce(self) -> bool:
+        """Whether what may be captured yet is for budgets that have no graph for everything.
+
+        A graph for one image of a budget leaves two images to eager mode once there is no room.
+        """
+        budgets, entries, measured = (
+            self._planner.budgets,
+            self._store.entries,
+            self._store.measured,
+        )
+        room = self._config.max_graphs - len(entries)
+        if not self.lazy or room > len(budgets):
+            return False
+        if self._scarce is None or self._scarce[:2] != (measured, budgets):
+            without = [budget for budget in budgets if not self._takes_all(budget)]
+            self._scarce = measured, budgets, room <= len(without)
+        return self._scarce[2]
+
+    def _takes_all(self, budget: int) -> bool:
+        """Whether a graph of `budget` takes whatever it can hold."""
+        graphs = [key for key in self._store.entries if key.token_budget == budget]
+        return any(g.covers(key.of(g.signature)) for g in graphs for key in self._general(budget))
+
+    def _general(self, budget: int) -> Sequence[GraphKey]:
+        if budget not in self._general_keys:
+            try:
+                self._general_keys[budget] = tuple(self._keys_of(budget))
+            except UnsupportedModelError:  # until it was called
+                return ()
+        return self._general_keys[budget]
 
     def _is_due(self, key: GraphKey, in_use: Collection[GraphKey] = ()) -> bool:
         """Whether `key` is to be captured, in the place of other graphs where that is needed."""
@@ -171,7 +213,8 @@ class Plans:
             key, gone
         ):
             others = [graph for graph in store.entries if graph not in {*in_use, *gone}]
-            victim = self._demand.victim(key, others, lambda graph: saving(graph, measured))
+            worth = partial(saving, measured=measured, gone=frozenset(gone))
+            victim = self._demand.victim(key, others, worth)
             if victim is None:
                 return None
             gone.append(victim)

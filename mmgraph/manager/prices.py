@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmgraph.policy import EAGER, REPLAY, Curve
@@ -23,10 +23,13 @@ class Measured:
     Attributes:
         replays: Seconds of a replay by key.
         eager: Seconds of a call in eager mode by its tokens, for each call signature.
+        alike: Seconds in eager mode of the very call that a graph was timed with, and its tokens,
+            where those of a call of as many tokens don't say enough.
     """
 
     replays: Mapping[GraphKey, float] = field(default_factory=dict)
     eager: Mapping[Hashable, Mapping[int, float]] = field(default_factory=dict)
+    alike: Mapping[GraphKey, tuple[int, float]] = field(default_factory=dict)
 
 
 class Prices:
@@ -76,14 +79,44 @@ class Prices:
         """Seconds of a call in eager mode; ``None`` where it was never measured."""
         return None if self._eager is None else self._eager(num_tokens)
 
-    def eager_is_cheaper(self, keys: Sequence[GraphKey], num_tokens: int) -> bool:
-        """Whether a call in eager mode is clearly cheaper than replays of `keys`."""
-        replays, eager = self.of_replays(keys), self.of_eager(num_tokens)
+    def of_eager_instead(self, keys: Sequence[GraphKey], tokens: Sequence[int]) -> float | None:
+        """Seconds of one call in eager mode for what replays of `keys` would serve.
+
+        A replay is timed on segments as long as its key allows. Where eager mode was timed on the
+        same ones the two can be compared; as many tokens in other segments cost something else.
+
+        Args:
+            keys: Of the replays.
+            tokens: What each would serve.
+        """
+        if self._eager is None:
+            return None
+        alike = [self._measured.alike.get(key) for key in keys]
+        if not any(alike):
+            return self._eager(sum(tokens))
+        least = self._eager(0)
+        seconds = [
+            self._eager(n) if own is None else least + (own[1] - least) * n / own[0]
+            for own, n in zip(alike, tokens, strict=True)
+        ]
+        return least + sum(max(0.0, s - least) for s in seconds)
+
+    def eager_is_cheaper(self, keys: Sequence[GraphKey], tokens: Sequence[int]) -> bool:
+        """Whether a call in eager mode is clearly cheaper than replays of `keys` for `tokens`."""
+        replays = self.of_replays(keys)
+        eager = None if replays is None else self.of_eager_instead(keys, tokens)
         return replays is not None and eager is not None and eager < _CLEARLY * replays
 
 
-def saving(key: GraphKey, measured: Measured) -> float:
-    """Seconds that a replay of `key` saves, as far as they are known; a millisecond otherwise."""
+def saving(key: GraphKey, measured: Measured, gone: Collection[GraphKey] = ()) -> float:
+    """Seconds that a replay of `key` saves, as far as they are known; a millisecond otherwise.
+
+    Args:
+        key: A graph that there is, or may be.
+        measured: What is known.
+        gone: Graphs that won't be there any more. What else takes the calls of `key` is what it
+            saves against: another graph, or eager mode.
+    """
     eager = in_eager(key, key.token_budget, measured)
     points = {
         k.token_budget: s for k, s in measured.replays.items() if k.signature == key.signature
@@ -93,12 +126,19 @@ def saving(key: GraphKey, measured: Measured) -> float:
     replay = measured.replays.get(key)
     if replay is None:
         replay = Curve(points, int(REPLAY.fixed))(key.token_budget)
-    return max(1e-9, eager - replay - PER_REPLAY)
+    instead = [
+        seconds
+        for other, seconds in measured.replays.items()
+        if other != key and other not in gone and other.covers(key)
+    ]
+    return max(1e-9, min([eager - PER_REPLAY, *instead]) - replay)
 
 
 def in_eager(key: GraphKey, num_tokens: int, measured: Measured) -> float | None:
     """Seconds in eager mode of a call of the kind of `key`; ``None`` where that isn't known."""
     known = measured.eager.get(key.signature)
+    if known and key in measured.alike:
+        return Prices(key.signature, (), (), measured).of_eager_instead([key], [num_tokens])
     return Curve(known, int(EAGER.fixed), floor=True)(num_tokens) if known else None
 
 

@@ -87,7 +87,7 @@ class GraphStore:
         self.arenas.clear()
         self.failed.clear()
         self.too_large.clear()
-        self.eager_times.seconds.clear()
+        self.eager_times.clear()
         self._measured = None
         self._capturer.model_changed()
 
@@ -137,6 +137,7 @@ class GraphStore:
 
     def _close(self, key: GraphKey) -> None:
         graph = self.entries.pop(key).graph
+        self.eager_times.alike.pop(key, None)
         self._measured = None
         if self.backend.name == "cuda":  # a pool gives memory back with its last graph only
             self._retained = self._retained + graph.num_bytes if self.entries else 0
@@ -212,7 +213,8 @@ class GraphStore:
         if self._measured is None:
             seconds = {key: entry.replay_seconds for key, entry in self.entries.items()}
             replays = {key: s for key, s in seconds.items() if s is not None}
-            self._measured = Measured(replays, self.eager_times.seconds)
+            times = self.eager_times
+            self._measured = Measured(replays, times.seconds, times.alike)
         return self._measured
 
     def _measured_or_freed(self, key: GraphKey) -> CaptureError | None:

@@ -42,11 +42,15 @@ class UpFront:
         """All keys that aren't captured yet, the largest first."""
         if self._config.mode == "piecewise":
             return []  # graphs of exact calls only
-        keys = chain.from_iterable(map(self._keys_of, reversed(self._planner.budgets)))
+        keys = chain.from_iterable(map(self.keys_of, reversed(self._planner.budgets)))
         return [key for key in keys if key not in self.store.entries]
 
-    def _keys_of(self, budget: int) -> Iterable[GraphKey]:
-        """The keys of the examples; of a large budget as few as take them all."""
+    def keys_of(self, budget: int) -> Iterable[GraphKey]:
+        """The keys of the examples; of a large budget as few as take them all.
+
+        Raises:
+            UnsupportedModelError: There are no examples before the encoder has been called.
+        """
         keys: dict[Hashable, GraphKey] = {}
         for batch in self._facts.examples(budget, self._config.max_items):
             items = tuple(range(len(batch.items)))

@@ -71,6 +71,25 @@ def test_the_least_useful_graph_gives_way_to_one_that_is_clearly_more_useful() -
     assert manager.stats().misses == {Reason.GRAPH_LIMIT: 3}
 
 
+@pytest.mark.parametrize(("limit", "captured"), [(3, 3), (64, 7)])
+def test_where_there_is_room_for_few_graphs_each_takes_all_that_its_budget_holds(
+    limit: int, captured: int
+) -> None:
+    manager = make_manager(max_graphs=limit, max_items=16)
+    serve(manager, [8], [4], [16], [30], [2, 2, 4], [2] * 6, [8, 8], [2] * 16, [30])
+    assert manager.stats().misses == {}
+    assert budgets(manager) == {8, 16, 32}
+    assert len(manager.stats().graphs) == captured
+
+
+def test_room_is_kept_for_a_graph_a_budget_that_takes_all() -> None:
+    """The first of four may be for few, the others are for whatever comes."""
+    manager = make_manager(max_graphs=4, max_items=16)
+    serve(manager, [8], [30], [16], [2, 2, 4], [2] * 8, [2] * 16)
+    assert manager.stats().misses == {}
+    assert len(manager.stats().graphs) == 4
+
+
 def test_sizes_that_take_turns_free_no_graphs() -> None:
     backend = MeasuredBackend()
     manager = make_manager(backend=backend, max_graphs=2)
@@ -109,8 +128,13 @@ def test_old_uses_count_less_and_are_forgotten() -> None:
 def test_a_use_is_worth_what_it_saves() -> None:
     keys = [GraphKey(tokens) for tokens in (8, 32)]
     measured = Measured({keys[0]: 1e-3, keys[1]: 3e-3}, {None: {8: 5e-3, 32: 6e-3}})
-    assert saving(keys[0], measured) == pytest.approx(5e-3 - 1e-3 - 30e-6)
-    assert saving(GraphKey(20), measured) == pytest.approx(5.5e-3 - 2e-3 - 30e-6)
+    assert saving(keys[1], measured) == pytest.approx(6e-3 - 3e-3 - 30e-6)
+    assert saving(keys[0], measured) == pytest.approx(3e-3 - 1e-3)  # the other one takes it too
+    assert saving(keys[0], measured, gone=[keys[1]]) == pytest.approx(5e-3 - 1e-3 - 30e-6)
+    assert saving(GraphKey(20), measured) == pytest.approx(3e-3 - 2e-3)
+    assert saving(GraphKey(20), measured, gone=keys) == pytest.approx(5.5e-3 - 2e-3 - 30e-6)
+    slow = Measured(measured.replays, {None: {8: 1e-3}}, {keys[0]: (8, 4e-3)})
+    assert saving(keys[0], slow, gone=keys) == pytest.approx(4e-3 - 1e-3 - 30e-6)
     assert saving(GraphKey(8, signature="another"), measured) == 1e-3
 
 

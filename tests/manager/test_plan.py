@@ -41,6 +41,16 @@ def graphs(*captured: GraphKey, lazy: bool = True, failed: Any = None, **more: A
     return Graphs(captured, failed or {}, lazy, **more)
 
 
+def general(tokens: int) -> GraphKey:
+    """A key that takes whatever a budget holds, up to 16 segments of it."""
+    return key(tokens, (16, 64), (tokens, 16))
+
+
+def scarce(*captured: GraphKey, **more: Any) -> Graphs:
+    """Another signature gave the examples."""
+    return graphs(*captured, general=lambda budget: [general(budget).of("example")], **more)
+
+
 items = st.tuples(st.integers(1, 40), st.integers(1, 6)).map(lambda a: image(a[0] * a[1], a[1]))
 batches = st.lists(items, max_size=10).map(lambda i: batch_of(*i))
 keys = st.builds(
@@ -52,12 +62,18 @@ keys = st.builds(
 
 
 @settings(deadline=None)
-@given(batches, st.lists(keys, max_size=6, unique=True), st.lists(keys, max_size=3), st.booleans())
+@given(
+    batches,
+    st.lists(keys, max_size=6, unique=True),
+    st.lists(keys, max_size=3),
+    st.booleans(),
+    st.sampled_from([graphs, scarce]),
+)
 def test_every_item_is_planned_once_and_fits_where_it_goes(
-    batch: EncoderBatch, captured: list[GraphKey], failed: list[GraphKey], lazy: bool
+    batch: EncoderBatch, captured: list[GraphKey], failed: list[GraphKey], lazy: bool, make: Any
 ) -> None:
     failed = [k for k in failed if k not in captured]
-    state = graphs(*captured, lazy=lazy, failed=dict.fromkeys(failed, Reason.CAPTURE_FAILED))
+    state = make(*captured, lazy=lazy, failed=dict.fromkeys(failed, Reason.CAPTURE_FAILED))
     plan = Planner(BUDGETS).plan(batch, state)
     parts = [*plan.replays, *plan.eager]
     assert sorted(i for part in parts for i in part.items) == list(range(len(batch.items)))
@@ -85,6 +101,7 @@ def test_every_item_is_planned_once_and_fits_where_it_goes(
     st.one_of(st.none(), st.floats(0.1, 1.0)),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([graphs, scarce]),
 )
 def test_what_a_planner_has_planned_before_changes_no_plan(
     images: list[EncoderItemSpec],
@@ -93,10 +110,11 @@ def test_what_a_planner_has_planned_before_changes_no_plan(
     eager: float | None,
     lazy: bool,
     uniform: bool,
+    make: Any,
 ) -> None:
     """Items that need the same key share a plan, and sizes that graphs bound alike their prices."""
     measured = Measured(seconds, {SIGNATURE: {256: eager}} if eager else {})
-    state = graphs(*seconds, *others, lazy=lazy, measured=measured)
+    state = make(*seconds, *others, lazy=lazy, measured=measured)
     planner = Planner(BUDGETS, uniform=uniform)
     for image_ in images:
         fresh = Planner(BUDGETS, uniform=uniform)
@@ -161,6 +179,60 @@ def test_what_a_planner_has_planned_before_changes_no_plan(
             batch_of(image(60, 4)),
             graphs(key(64), lazy=False),
             Plan((), (Eager((0,), Reason.NOT_CAPTURED),)),
+        ),
+        # no table for two images, but one for each
+        (
+            batch_of(image(20), image(30)),
+            graphs(key(64), lazy=False),
+            Plan((Replay((0,), key(64)), Replay((1,), key(64))), ()),
+        ),
+        # as many at once as it takes
+        (
+            batch_of(*[image(15)] * 4),
+            graphs(key(64, (2, 4)), lazy=False),
+            Plan((Replay((0, 1), key(64, (2, 4))), Replay((2, 3), key(64, (2, 4)))), ()),
+        ),
+        # eager mode has to run anyway, as one image has two segments
+        (
+            batch_of(image(20), image(30, 2)),
+            graphs(key(64), lazy=False),
+            Plan((), (Eager((0, 1), Reason.NOT_CAPTURED),)),
+        ),
+        # or is too large for what there is
+        (
+            batch_of(image(30), image(70)),
+            graphs(key(64, (2, 8)), failed={key(256, (2, 8), (128, 16)): Reason.DIFFERED}),
+            Plan((), (Eager((0, 1), Reason.DIFFERED),)),
+        ),
+        # what can't be captured for two images doesn't keep graphs from serving each
+        (
+            batch_of(image(20), image(30)),
+            graphs(key(64), failed={key(64, (2, 4), (32, 16)): Reason.OUT_OF_MEMORY}),
+            Plan((Replay((0,), key(64)), Replay((1,), key(64))), ()),
+        ),
+        # room for hardly more graphs than budgets: what is captured takes whatever comes
+        (batch_of(image(60)), scarce(), Plan((Replay((0,), general(64)),), ())),
+        # and is near enough, however far above
+        (batch_of(image(60)), scarce(general(64)), Plan((Replay((0,), general(64)),), ())),
+        # in its budget
+        (batch_of(image(60)), scarce(general(256)), Plan((Replay((0,), general(64)),), ())),
+        # a larger one serves where its own can't be captured
+        (
+            batch_of(image(60)),
+            scarce(general(256), failed={general(64): Reason.CAPTURE_FAILED}),
+            Plan((Replay((0,), general(256)),), ()),
+        ),
+        # whose reason is the reason
+        (
+            batch_of(image(60)),
+            scarce(failed={general(64): Reason.CAPTURE_FAILED}),
+            Plan((), (Eager((0,), Reason.CAPTURE_FAILED),)),
+        ),
+        # more than it takes gets what it needs
+        (
+            batch_of(image(60, 20)),
+            scarce(),
+            Plan((Replay((0,), key(64, (24, 4), (4, 4))),), ()),
         ),
         # above every budget, among others: one entry a reason
         (

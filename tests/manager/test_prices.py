@@ -40,8 +40,9 @@ def planned(
     seconds: Mapping[GraphKey, float],
     eager: Mapping[int, float] | None = None,
     budgets: tuple[int, ...] = (64, 256, 1024),
+    alike: Mapping[GraphKey, tuple[int, float]] | None = None,
 ) -> Plan:
-    measured = Measured(seconds, {SIGNATURE: eager} if eager else {})
+    measured = Measured(seconds, {SIGNATURE: eager} if eager else {}, alike or {})
     state = Graphs(seconds.keys(), {}, may_capture=False, measured=measured)
     return Planner(budgets).plan(batch_of(*map(image, sizes)), state)
 
@@ -83,6 +84,31 @@ def test_what_eager_mode_takes_is_never_guessed_to_be_less_than_measured() -> No
     seconds = {wide(64): 1.0}
     assert planned([16], seconds, {512: 2.0}).replays  # a small call may take as long
     assert planned([16], seconds, {8: 0.5, 512: 2.0}).eager
+
+
+@pytest.mark.parametrize(
+    ("tokens", "of_call", "is_eager"),
+    [
+        (1000, 2.0, False),  # as many tokens in other segments say nothing
+        (1000, 0.8, True),
+        (500, 2.0, False),  # half of it, and what a call costs however small
+        (500, 1.7, True),
+    ],
+)
+def test_a_graph_is_compared_with_eager_mode_on_the_call_that_it_was_timed_with(
+    tokens: int, of_call: float, is_eager: bool
+) -> None:
+    eager = {10: 0.1, 1000: 0.9 if of_call > 1 else 1.5}
+    plan = planned([tokens], {wide(1024): 1.0}, eager, alike={wide(1024): (1000, of_call)})
+    assert bool(plan.eager) is is_eager
+
+
+def test_two_replays_are_compared_with_one_call_in_eager_mode() -> None:
+    seconds = {wide(64): 1.0}
+    eager, alike = {10: 0.8, 60: 1.2}, {wide(64): (60, 1.2)}
+    assert planned([60], seconds, eager, alike=alike).replays
+    plan = planned([60, 60], seconds, eager, alike=alike)  # 1.6 in eager mode, not twice 1.2
+    assert plan.eager
 
 
 def test_a_graph_of_exactly_the_tokens_serves_others_that_it_holds() -> None:
@@ -170,6 +196,43 @@ def test_each_graph_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(timings) == len(set(timings)) == len(manager.stats().graphs)
     (by_tokens,) = manager._store.eager_times.seconds.values()
     assert by_tokens == {4: 9.0, 8: 9.0, 32: 9.0}  # and the smallest call, for once
+
+
+class ProbedBySegments(EngineEncoder):
+    """A fresh graph has to answer a call of as many items as it takes."""
+
+    def encoder_facts(self) -> EncoderFacts:
+        def probes(key: GraphKey) -> Sequence[Mapping[str, Any]]:
+            (count,) = key.segment_capacity
+            return [call_of([key.token_budget // count] * count)]
+
+        return dataclasses.replace(super().encoder_facts(), probes=probes)
+
+
+@pytest.mark.parametrize("of_two", [5.0, 2.5])
+def test_as_many_tokens_in_other_segments_are_timed_for_themselves(
+    monkeypatch: pytest.MonkeyPatch, of_two: float
+) -> None:
+    timed_calls = []
+
+    def shortest(_: Any, run: Any) -> float:
+        lengths = run.keywords["lengths"].tolist()
+        timed_calls.append(lengths)
+        return {1: 2.0, 2: of_two}[len(lengths)]
+
+    monkeypatch.setattr("mmgraph.manager.eager_times.shortest", shortest)
+    monkeypatch.setattr(GraphStore, "seconds", lambda _, key: 3.0)
+    encoder = ProbedBySegments().requires_grad_(False).eval()
+    encoder.load_state_dict(make_encoder().state_dict())
+    manager = make_manager(encoder, Timed(), exact_after=0)
+    serve(manager, [32], 1)
+    serve(manager, [16, 16], 1)
+    misses = manager.stats().misses
+    assert misses == {Reason.NOT_FASTER: 1 if of_two > 3 else 3}
+    assert [32] in timed_calls
+    assert [16, 16] in timed_calls
+    manager.clear()
+    assert not manager._store.eager_times.alike
 
 
 def test_graphs_are_timed_with_gradients_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,9 @@ def test_the_comparison_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert result["ways"]["eager"]["worst"] == 1
         assert all(way["worst"] > 0 for way in result["ways"].values())
         assert all(0 <= way["padding"] < 1 for way in result["ways"].values())
+        (kind,) = result["by_kind"]
+        for name, ms in kind["ms"].items():
+            assert kind["stands_for"] * ms == pytest.approx(totals[name], rel=1e-2, abs=1e-2)
         plain, best = totals["usual, our kernels"], totals["best of each call"]
         ours = [totals["mmgraph"], totals["mmgraph, fitted"]]
         assert list(result["ratios"].values()) == pytest.approx(
@@ -126,7 +129,7 @@ def clock() -> Clock:
 
 def bench_for(clock: Clock, **settings: object) -> Bench:
     cpu = torch.device("cpu")
-    return Bench("qwen2_5_vl:tiny", cpu, clock=clock, **settings)
+    return Bench("qwen2_5_vl:tiny", cpu, clock=clock, **{"repeats": 2, **settings})
 
 
 def way(clock: Clock, turns: list[Turn], seconds: float, reached: int = 1) -> Callable[..., Result]:
@@ -259,6 +262,20 @@ def test_a_rare_kind_is_timed_once_and_again_after_a_capture(clock: Clock) -> No
     # Two before and two timed; one with a capture and one without; likewise; one is enough.
     assert tower.calls == [16] * 4 + [32] * 2 + [64] * 2 + [96]
     assert result.tokens[KINDS[1]] == (100, 68)
+
+
+@pytest.mark.parametrize("of_eager", [1.05, 1.5])
+def test_what_takes_as_long_as_eager_mode_is_timed_in_turn_with_it(
+    clock: Clock, of_eager: float
+) -> None:
+    bench = bench_for(clock)
+    bench.tower = tower = Tower(clock)
+    bench._patches = torch.empty(96, bench._width)
+    eager = {KINDS[0]: of_eager}
+    turn = Turn(KINDS, Counter(KINDS * 3), 1, clock.now, clock.now + 50, clock.now + 100, eager)
+    result = bench._time(turn, torch.device("cpu"), settling=2, stats=tower.stats)
+    assert result.against_eager == ({KINDS[0]: 1.0} if of_eager < 1.1 else {})
+    assert len(tower.calls) == 2 + 2 + (8 if of_eager < 1.1 else 0)
 
 
 def test_nothing_waits_for_a_call_without_captures(clock: Clock) -> None:
