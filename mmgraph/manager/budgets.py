@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmgraph.config import GraphConfig
 from mmgraph.errors import ConfigError
-from mmgraph.policy import ladder
+from mmgraph.policy import ladder, squared
 from mmgraph.types import EncoderFacts
 
 __all__ = ["budgets_of", "checked_budgets"]
@@ -33,7 +33,7 @@ def budgets_of(config: GraphConfig, facts: EncoderFacts) -> tuple[int, ...]:
         return tuple(rows * row for rows in budgets)
     if config.token_budgets is None:
         step = facts.token_granularity
-        return ladder(facts.min_tokens, facts.max_tokens, _DEFAULT_BUDGETS, step)
+        return squared(ladder(facts.min_tokens, facts.max_tokens, _DEFAULT_BUDGETS, step), step)
     granularity = facts.token_granularity
     odd = [tokens for tokens in config.token_budgets if tokens % granularity]
     if odd:

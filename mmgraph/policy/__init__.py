@@ -1,6 +1,6 @@
 """Decisions in pure Python: which budgets to capture, and which items to replay together."""
 
-from mmgraph.policy.budgets import ladder, segment_tier, seqlen_tier, smallest_fit
+from mmgraph.policy.budgets import ladder, segment_tier, seqlen_tier, smallest_fit, squared
 from mmgraph.policy.curve import Curve
 from mmgraph.policy.fit import (
     EAGER,
@@ -31,4 +31,5 @@ __all__ = [
     "segment_tier",
     "seqlen_tier",
     "smallest_fit",
+    "squared",
 ]

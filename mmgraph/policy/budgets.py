@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["ladder", "segment_tier", "seqlen_tier", "smallest_fit"]
+__all__ = ["ladder", "segment_tier", "seqlen_tier", "smallest_fit", "squared"]
+
+_NEAR = 0.05
 
 
 def ladder(smallest: int, largest: int, count: int, granularity: int = 1) -> tuple[int, ...]:
@@ -33,6 +36,29 @@ def ladder(smallest: int, largest: int, count: int, granularity: int = 1) -> tup
     ratio = (largest / smallest) ** (1 / (count - 1))
     steps = (min(largest, round(smallest * ratio**i)) for i in range(count - 1))
     return tuple(sorted({_round_up(step, granularity) for step in (*steps, largest)}))
+
+
+def squared(budgets: Sequence[int], granularity: int = 1) -> tuple[int, ...]:
+    """Move each of the ascending `budgets` but the ends to a square image next to it.
+
+    Square images of usual sides (448, 672, 896, 1344) then fill a budget, where they would just
+    miss one and leave a quarter of the next empty. What isn't within 5 % of a square stays; of
+    several it is the one whose side can be halved most often, as usual sides can.
+
+    Args:
+        budgets: In tokens.
+        granularity: Tokens that are merged into one, a square of them.
+    """
+    between = {_squared(tokens, granularity) for tokens in budgets[1:-1]}
+    return tuple(sorted({*budgets[:1], *between, *budgets[-1:]}))
+
+
+def _squared(tokens: int, granularity: int) -> int:
+    least, most = ((tokens * (1 + by) / granularity) ** 0.5 for by in (-_NEAR, _NEAR))
+    sides = range(math.ceil(least), math.floor(most) + 1)
+    squares = sorted((-(side & -side), granularity * side * side) for side in sides)
+    best = [square for halves, square in squares if halves == squares[0][0]]
+    return min(best, key=lambda square: abs(square - tokens), default=tokens)
 
 
 def segment_tier(count: int) -> int:

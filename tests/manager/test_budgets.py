@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmgraph import ConfigError, EncoderCudaGraphManager, GraphConfig, UnsupportedModelError
-from mmgraph.policy import ladder
+from mmgraph.policy import ladder, squared
 from tests.manager.engine import CPU, make_encoder, make_manager, tiny_encoder
 
 
@@ -41,7 +41,7 @@ def test_budgets_that_hold_no_row_are_an_error() -> None:
 def test_budgets_of_a_packed_encoder_are_inferred_from_its_sizes() -> None:
     encoder = make_encoder(min_tokens=6, max_tokens=1000)
     manager = make_manager(encoder, token_budgets=None, row_budgets=(1, 2))
-    assert manager.budgets == ladder(6, 1000, 16, 2)
+    assert manager.budgets == squared(ladder(6, 1000, 16, 2), 2)
     assert manager.budgets[-1] == 1000
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmgraph.policy import ladder, segment_tier, seqlen_tier, smallest_fit
+from mmgraph.policy import ladder, segment_tier, seqlen_tier, smallest_fit, squared
 
 tokens = st.integers(1, 1 << 20)
 
@@ -131,3 +131,32 @@ def test_smallest_fit_is_the_least_budget_that_holds_the_tokens(
 ) -> None:
     expected = min((budget for budget in budgets if budget >= wanted), default=None)
     assert smallest_fit(sorted(budgets), wanted) == expected
+
+
+def test_square_images_of_usual_sides_fill_the_default_budgets() -> None:
+    budgets = squared(ladder(256, 16384, 16, 4), 4)
+    assert len(budgets) == 16
+    for patch, sides in ((14, (224, 336, 448, 1344)), (16, (384, 448, 512, 672, 768, 896, 1344))):
+        assert {(side // patch) ** 2 for side in sides} <= set(budgets)
+
+
+@given(ladder_arguments())
+def test_squares_are_near_what_they_replace_and_leave_the_ends(
+    arguments: tuple[int, int, int, int],
+) -> None:
+    before, granularity = ladder(*arguments), arguments[-1]
+    budgets = squared(before, granularity)
+    assert (budgets[0], budgets[-1], len(budgets) <= len(before)) == (before[0], before[-1], True)
+    assert list(budgets) == sorted(set(budgets))
+    for tokens in budgets:
+        nearest = min(before, key=lambda b: abs(b - tokens))
+        assert abs(nearest - tokens) <= 0.05 * nearest
+        assert tokens in before or tokens % granularity == 0
+    assert squared((), 4) == ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(776, 784), (446, 446), (9410, 9216), (5, 5), (1000, 1024)]
+)
+def test_squares_by_hand(tokens: int, expected: int) -> None:
+    assert squared((4, tokens, 99999), 4)[1] == expected
