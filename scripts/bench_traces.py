@@ -2,20 +2,18 @@
 
     python -m scripts.bench_traces --model qwen2.5-vl-7b --out docs/benchmarks/DATE-MACHINE
 
-A kind of call that comes three times or more is made a few times first, so that graphs are captured
-as they would be after some minutes of service, and is then timed (the fastest of `--repeats`). A
-rarer kind is timed as it comes, once, and again where a graph was captured for it meanwhile. What
-takes about as long as eager mode is timed again, in turn with it; that says which is faster. Where
-`--kinds` or `--seconds` bound what is timed, frequent and rare kinds are timed in turn, the rare
-ones in an order drawn by chance. Totals are of those that every way was timed on: each counts as
-often as it occurs, and stands for the calls of its sort, frequent or rare, that weren't timed.
-Writes traces-MODEL.json and traces-MODEL.md after each trace.
+Each way has a tower of its own, so that all can take turns: a kind of call is timed in all of
+them before the next one comes. A kind that comes three times or more is called a few times first,
+so that graphs are captured as they would be after some minutes of service, and is then timed (the
+fastest of `--repeats`). A rarer kind is timed as it comes, once, and again where a graph was
+captured for it meanwhile. What mmgraph doesn't do clearly faster than eager mode is timed some more
+times in both.
 
-`--seconds` is for all that follows once the tower is built. Each trace has an equal share of what
-is left of it, each way an equal share of what is left of its trace's: what one doesn't use goes to
-the next. Attaching, capturing and compiling count. Calls before the timed ones have up to half of a
-way's share; frequent kinds that they don't reach are called once before they are timed. The most
-frequent kind of a trace is always called and timed in full, whatever that takes.
+Where `--kinds` or `--seconds` bound what is timed, frequent and rare kinds come in turn, the rare
+ones in an order drawn by chance. Each counts as often as it occurs, and stands for the calls of its
+sort, frequent or rare, that weren't timed. `--seconds` is for all that follows once the towers are
+built; each trace has an equal share of what is left of it, attaching, capturing and compiling
+included. Writes traces-MODEL.json and traces-MODEL.md after each trace.
 
 Ways:
 
@@ -32,10 +30,11 @@ Ways:
 from __future__ import annotations
 
 import argparse
-import sys
+import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,17 +50,15 @@ from scripts.traces import MODELS, TRACES, Grid, make_trace
 from scripts.traces_page import BEST, ratios, render, summary
 from scripts.traces_records import (
     Kind,
-    Result,
-    Turn,
     by_kind,
     facts_of,
     fitted_budgets,
     in_turn,
-    padding_of,
     tokens_of,
+    total_of,
     weights_of,
 )
-from scripts.traces_timing import CPU, KindTimer
+from scripts.traces_timing import Lane, Race
 from scripts.usual_planner import plan_as_usual
 
 __all__ = ["WAYS", "Bench"]
@@ -79,11 +76,12 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
 )
 _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
 _SETTLING_CALLS = 10
+CPU = torch.device("cpu")
 _FITTED = 16
 """Graphs, and budgets, of the way whose budgets are fitted to the trace."""
 
 
-class Bench(KindTimer):
+class Bench:
     """Measures one model's tower.
 
     Args:
@@ -115,70 +113,54 @@ class Bench(KindTimer):
         self.recipe = load_recipe(recipe)
         if self.recipe.family not in MODELS:
             raise SystemExit(f"--model must be of {', '.join(MODELS)}, got {recipe}")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        tower = self.recipe.build_encoder(device=device, dtype=dtype)
-        super().__init__(tower, device, repeats, clock)
-        self._kinds, self._shrink = kinds, shrink
-        self._traces, self._seconds = traces, seconds
-        config: Any = self.tower.config
+        self.device = device
+        self._kinds, self._repeats, self._shrink = kinds, repeats, shrink
+        self._traces, self._seconds, self._clock = traces, seconds, clock
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        tower = self.recipe.build_encoder(device=device, dtype=self._dtype)
+        self.towers = {way: copy.deepcopy(tower) for way in WAYS}
+        config: Any = tower.config
         self._width = 3 * config.temporal_patch_size * config.patch_size**2
-        self._dtype = dtype
+        self._merge = int(config.spatial_merge_size)
+        self._patches = torch.empty(0)
 
     def run(self, calls: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Traces by name with what came out of each, one after another."""
         end = self._clock() + self._seconds
         for done, name in enumerate(self._traces):
-            until = self._share(end, len(self._traces) - done)
+            now = self._clock()
+            until = now + max(0.0, end - now) / (len(self._traces) - done)
             trace = make_trace(name, self.recipe.family, calls=calls)
             counts = Counter(tuple(map(self._shrunk, call)) for call in trace.calls)
             yield name, self._trace(counts, until)
 
-    def _share(self, end: float, of: int) -> float:
-        """When the first of `of` equal shares of the time from now to `end` is over."""
-        now = self._clock()
-        return now + max(0.0, end - now) / of
-
     def _shrunk(self, grid: Grid) -> Grid:
-        merge, n = 2, self._shrink
+        merge, n = self._merge, self._shrink
         t, h, w = grid
         return t, max(merge, h // n // merge * merge), max(merge, w // n // merge * merge)
 
     @torch.no_grad()
     def _trace(self, counts: Counter[Kind], end: float) -> dict[str, Any]:
         start = self._clock()
-        kinds = in_turn(counts)[: self._kinds]
-        most = max(tokens_of(kind) for kind in kinds)
+        shape = (max(tokens_of(kind) for kind in counts), self._width)
         generator = torch.Generator(self.device).manual_seed(0)
-        shape = (most, self._width)
         self._patches = torch.randn(
             shape, dtype=self._dtype, device=self.device, generator=generator
         )
-        results: dict[str, Result] = {}
-        reach = len(kinds)
-        for way, make in WAYS.items():
-            now, until = self._clock(), self._share(end, len(WAYS) - len(results))
-            eager = results["eager"].seconds if way.startswith("mmgraph") else {}
-            turn = Turn(kinds, counts, reach, now, (now + until) / 2, until, eager)
-            results[way] = make(self, turn)
-            # Totals are over what all have timed: the time for more goes to the ways that follow.
-            reach = len(results[way].seconds)
-            took = self._clock() - now
-            print(f"{way}: {reach} kinds timed, {took:.1f} of {until - now:.1f} s", file=sys.stderr)
-        timed = [kind for kind in kinds if all(kind in r.seconds for r in results.values())]
+        with ExitStack() as stack:
+            lanes = {way: make(self, stack, way, counts) for way, make in WAYS.items()}
+            eager, *others = lanes.values()
+            race = Race(eager, others, repeats=self._repeats, wait=self._wait, clock=self._clock)
+            timed = race.run(in_turn(counts)[: self._kinds], counts, end)
+            for lane in lanes.values():
+                lane.result.count(lane.stats())
+        results = {way: lane.result for way, lane in lanes.items()}
         weights = weights_of(timed, counts)
-        totals = {
-            way: sum(weights[kind] * 1e3 * result.seconds[kind] for kind in timed)
-            for way, result in results.items()
-        }
-        totals[BEST] = sum(
-            weights[kind] * 1e3 * min(r.seconds[kind] for r in results.values()) for kind in timed
-        )
-        eager = results["eager"].seconds
         for result in results.values():
-            result.worst = max(
-                result.against_eager.get(k, result.seconds[k] / eager[k]) for k in timed
-            )
-            result.padding = padding_of(result, timed, weights)
+            result.judge(weights, eager.result)
+        totals = {way: 1e3 * total_of(result.seconds, weights) for way, result in results.items()}
+        best = {kind: min(r.seconds[kind] for r in results.values()) for kind in timed}
+        totals[BEST] = 1e3 * total_of(best, weights)
         return {
             "calls": sum(counts.values()),
             "kinds": len(counts),
@@ -192,39 +174,30 @@ class Bench(KindTimer):
             "by_kind": by_kind(timed, weights, results),
         }
 
-    def eager(self, turn: Turn) -> Result:
-        """The tower as it is."""
-        return self._time(turn, grids_on=self.device, settling=1)
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
-    def attached(
-        self,
-        turn: Turn,
-        config: GraphConfig,
-        prepare: Callable[[Handle], None] = lambda _: None,
-    ) -> Result:
+    def call(self, kind: Kind, grids_on: torch.device = CPU) -> dict[str, torch.Tensor]:
+        """The arguments of a call."""
+        grid = torch.tensor(kind, dtype=torch.int64, device=grids_on)
+        return {"hidden_states": self._patches[: tokens_of(kind)], "grid_thw": grid}
+
+    def eager(self, _: ExitStack, way: str, counts: Counter[Kind]) -> Lane:
+        """The tower as it is, with its grids where it doesn't have to upload them."""
+        return Lane(self.towers[way], lambda kind: self.call(kind, self.device))
+
+    def attached(self, stack: ExitStack, way: str, config: GraphConfig) -> tuple[Lane, Handle]:
         """The tower with graphs."""
+        tower = self.towers[way]
+        handle = stack.enter_context(attach(tower, config))
         # A graph comes with the first call that wants it, one of an exact size after some more.
         settling = _SETTLING_CALLS if config.exact_after else 2
-        with attach(self.tower, config) as handle:
-            prepare(handle)
-            result = self._time(turn, CPU, settling, handle.stats)
-            stats = handle.stats()
-        result.graphs, result.graph_mib = len(stats.graphs), round(stats.graph_bytes / 2**20, 1)
-        result.misses = {reason.name: n for reason, n in stats.misses.items()}
-        return result
+        return Lane(tower, self.call, settling, handle.stats, way.startswith("mmgraph")), handle
 
-    def usual_budgets(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
-        """Powers of two for the items of these calls, up to what mmgraph captures by default."""
-        items = [t * h * w for kind in kinds for t, h, w in kind]
-        return power_of_two_budgets(min(items), max(min(16384, 4 * max(items)), max(items)))
-
-    def usual(self, turn: Turn, **config: Any) -> Result:
+    def usual(self, stack: ExitStack, way: str, counts: Counter[Kind], **config: Any) -> Lane:
         """Powers of two."""
-        budgets = self.usual_budgets(turn.kinds)
-
-        def prepare(handle: Handle) -> None:
-            plan_as_usual(handle, budgets, [self._call(kind, CPU) for kind in turn.kinds])
-
+        budgets = usual_budgets(counts)
         settings = GraphConfig(
             token_budgets=budgets,
             max_graphs=len(budgets),
@@ -232,28 +205,31 @@ class Bench(KindTimer):
             **_USUAL,
             **config,
         )
-        return self.attached(turn, settings, prepare)
+        lane, handle = self.attached(stack, way, settings)
+        plan_as_usual(handle, budgets, map(self.call, counts))
+        return lane
+
+    def fitted(self, stack: ExitStack, way: str, counts: Counter[Kind], number: int) -> Lane:
+        """Budgets for this trace, and as many graphs."""
+        budgets = fitted_budgets(counts, number, self._merge**2)
+        items = max(1, min(8, budgets[-1] // 4))
+        settings = {"token_budgets": budgets, "max_graphs": number, "max_items": items}
+        return self.attached(stack, way, GraphConfig(**settings, exact_after=0))[0]
 
 
-def _as_few(bench: Bench, turn: Turn) -> Result:
-    return _fitted(bench, turn, len(bench.usual_budgets(turn.kinds)))
+def usual_budgets(kinds: Iterable[Kind]) -> tuple[int, ...]:
+    """Powers of two for the items of these calls, up to what mmgraph captures by default."""
+    items = [t * h * w for kind in kinds for t, h, w in kind]
+    return power_of_two_budgets(min(items), max(min(16384, 4 * max(items)), max(items)))
 
 
-def _fitted(bench: Bench, turn: Turn, number: int = _FITTED) -> Result:
-    config: Any = bench.tower.config
-    budgets = fitted_budgets(turn.counts, number, config.spatial_merge_size**2)
-    items = max(1, min(8, budgets[-1] // 4))
-    config = GraphConfig(token_budgets=budgets, max_graphs=number, max_items=items, exact_after=0)
-    return bench.attached(turn, config)
-
-
-WAYS: dict[str, Callable[[Bench, Turn], Result]] = {
+WAYS: dict[str, Callable[[Bench, ExitStack, str, Counter[Kind]], Lane]] = {
     "eager": Bench.eager,
-    "usual": lambda bench, turn: bench.usual(turn, **_PLAIN),
+    "usual": lambda bench, *args: bench.usual(*args, **_PLAIN),
     "usual, our kernels": Bench.usual,
-    "mmgraph, as few": _as_few,
-    "mmgraph, fitted": _fitted,
-    "mmgraph": lambda bench, turn: bench.attached(turn, bench.config),
+    "mmgraph, as few": lambda bench, *args: bench.fitted(*args, len(usual_budgets(args[-1]))),
+    "mmgraph, fitted": lambda bench, *args: bench.fitted(*args, _FITTED),
+    "mmgraph": lambda bench, stack, way, _: bench.attached(stack, way, bench.config)[0],
 }
 
 

@@ -11,19 +11,19 @@ from random import Random
 from typing import Any
 
 from mmgraph.policy import as_replays, fit
+from mmgraph.stats import EncoderStats
 from scripts.traces import Grid
 
 __all__ = [
     "Kind",
     "Result",
-    "Turn",
     "by_kind",
     "facts_of",
     "fitted_budgets",
     "in_turn",
     "is_frequent",
-    "padding_of",
     "tokens_of",
+    "total_of",
     "weights_of",
 ]
 
@@ -32,29 +32,6 @@ Kind = tuple[Grid, ...]
 
 _FREQUENT = 3
 """How often a kind occurs in a trace, at least, to be one of the frequent ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What a way has to do on a trace, and until when.
-
-    Attributes:
-        kinds: Kinds of call of the trace, the most frequent first, in the order of timing.
-        counts: How often each occurs.
-        reach: How many of them to time, at most: no more than the ways before did.
-        start: When it began, by the clock of the bench.
-        settled: When the calls before are over.
-        end: When timing is.
-        eager: Seconds of each kind in eager mode, for a way that is to be held against it.
-    """
-
-    kinds: Sequence[Kind]
-    counts: Counter[Kind]
-    reach: int
-    start: float
-    settled: float
-    end: float
-    eager: Mapping[Kind, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -66,12 +43,11 @@ class Result:
         tokens: Tokens that graphs computed for each while it was timed, and how many were padding.
         graphs: How many there are in the end.
         graph_mib: Device memory of these.
-        settling_s: What attaching and the calls before took, captures included.
+        settling_s: What calls took that weren't timed, captures included.
         misses: Items in eager mode by reason, settling included.
         padding: Of the tokens that graphs compute for the calls of the trace that every way was
             timed on, the part that is padding.
         worst: The kind of call that does worst against eager mode: its time in multiples of that.
-        against_eager: Multiples of eager mode's time of kinds that were timed in turn with it.
     """
 
     seconds: dict[Kind, float] = field(default_factory=dict)
@@ -82,7 +58,19 @@ class Result:
     misses: dict[str, int] = field(default_factory=dict)
     padding: float = 0.0
     worst: float = 1.0
-    against_eager: dict[Kind, float] = field(default_factory=dict)
+
+    def count(self, stats: EncoderStats) -> None:
+        """Take in the counters of the encoder as they are in the end."""
+        self.graphs, self.graph_mib = len(stats.graphs), round(stats.graph_bytes / 2**20, 1)
+        self.misses = {reason.name: n for reason, n in stats.misses.items()}
+        self.settling_s = round(self.settling_s, 3)
+
+    def judge(self, weights: Mapping[Kind, float], eager: Result) -> None:
+        """Compare with eager mode, and say what of the calls that kinds stand for was padding."""
+        computed = sum(weight * self.tokens[kind][0] for kind, weight in weights.items())
+        padding = sum(weight * self.tokens[kind][1] for kind, weight in weights.items())
+        self.padding = padding / max(1, computed)
+        self.worst = max(self.seconds[kind] / eager.seconds[kind] for kind in weights)
 
 
 def is_frequent(count: int) -> bool:
@@ -110,11 +98,9 @@ def weights_of(timed: Sequence[Kind], counts: Counter[Kind]) -> dict[Kind, float
     return weights
 
 
-def padding_of(result: Result, timed: Sequence[Kind], weights: Mapping[Kind, float]) -> float:
-    """The part of what graphs compute for these calls that is padding."""
-    computed = sum(weights[kind] * result.tokens[kind][0] for kind in timed)
-    padding = sum(weights[kind] * result.tokens[kind][1] for kind in timed)
-    return padding / max(1, computed)
+def total_of(seconds: Mapping[Kind, float], weights: Mapping[Kind, float]) -> float:
+    """Seconds of all calls that kinds stand for."""
+    return sum(weight * seconds[kind] for kind, weight in weights.items())
 
 
 def tokens_of(kind: Kind) -> int:
@@ -125,7 +111,7 @@ def tokens_of(kind: Kind) -> int:
 def facts_of(result: Result) -> dict[str, Any]:
     """A result without what was found for each kind of call."""
     data = asdict(result)
-    del data["seconds"], data["tokens"], data["against_eager"]
+    del data["seconds"], data["tokens"]
     return data
 
 

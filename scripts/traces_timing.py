@@ -1,127 +1,126 @@
-"""How ``scripts.bench_traces`` times the kinds of calls of a trace."""
+"""How ``scripts.bench_traces`` times the kinds of calls of a trace: all ways in turn."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
 
 from mmgraph import EncoderStats
-from mmgraph.encoders import eager_towers
-from scripts.traces_records import Kind, Result, Turn, is_frequent, tokens_of
+from scripts.traces_records import Kind, Result, is_frequent
 
-__all__ = ["CPU", "KindTimer"]
+__all__ = ["Lane", "Race"]
 
-CPU = torch.device("cpu")
 _CLOSE = 0.9
-"""Of eager mode's time, from which a call of mmgraph is timed again, in turn with eager mode."""
-_TURNS = 4
+"""Of eager mode's time, from which both are timed some more times, to see which is faster."""
+_MORE = 4
 _TRIES = 3
 """How often a rare kind is called, at most, for a call in which nothing is captured."""
 
+Arguments = Mapping[str, torch.Tensor]
 
-class KindTimer:
-    """Times calls of a packed tower.
+
+@dataclass(slots=True)
+class Lane:
+    """A way on a trace.
+
+    Attributes:
+        tower: Its own tower.
+        call: The arguments of a call of a kind.
+        settling: How often a frequent kind is called before it is timed, at most.
+        stats: Counters of the tower.
+        is_ours: Whether it is held against eager mode.
+        result: What was found.
+    """
+
+    tower: Callable[..., Any]
+    call: Callable[[Kind], Arguments]
+    settling: int = 1
+    stats: Callable[[], EncoderStats] = EncoderStats
+    is_ours: bool = False
+    result: Result = field(default_factory=Result)
+
+
+class Race:
+    """Times ways, each kind of call by all of them before the next kind comes.
 
     Args:
-        tower: The tower.
-        device: Where it is.
-        repeats: How often each frequent kind of call is timed.
+        eager: Eager mode.
+        others: The other ways.
+        repeats: How often each way is timed on a frequent kind.
+        wait: Waits for the device.
         clock: Tells seconds.
     """
 
     def __init__(
         self,
-        tower: nn.Module,
-        device: torch.device,
+        eager: Lane,
+        others: Sequence[Lane],
+        *,
         repeats: int,
+        wait: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.tower = tower
-        self.device = device
+        self._eager = eager
+        self._lanes = [eager, *others]
         self._repeats = repeats
+        self._wait = wait
         self._clock = clock
-        self._patches = torch.empty(0)
-        """Of the largest call; the others take the first of them."""
 
-    def _call(self, kind: Kind, grids_on: torch.device) -> dict[str, torch.Tensor]:
-        grid = torch.tensor(kind, dtype=torch.int64, device=grids_on)
-        return {"hidden_states": self._patches[: tokens_of(kind)], "grid_thw": grid}
-
-    def _time(
-        self,
-        turn: Turn,
-        grids_on: torch.device,
-        settling: int,
-        stats: Callable[[], EncoderStats] = EncoderStats,
-    ) -> Result:
-        calls = {kind: self._call(kind, grids_on) for kind in turn.kinds[: turn.reach]}
-        result = Result()
-        settled = self._settle(turn, calls, settling)
-        result.settling_s = self._clock() - turn.start
-        for kind, call in calls.items():
-            if result.seconds and self._clock() >= turn.end:
+    def run(self, kinds: Sequence[Kind], counts: Counter[Kind], end: float) -> list[Kind]:
+        """Time kinds until `end`, but at least the first one; return those that were timed."""
+        timed = list[Kind]()
+        for kind in kinds:
+            if timed and self._clock() >= end:
                 break
-            frequent = is_frequent(turn.counts[kind])
-            if frequent and kind not in settled:
-                result.settling_s += self._once(call)
-            repeats = self._repeats if frequent else 1
-            for _ in range(1 if frequent else _TRIES):
-                before = stats()
-                seconds = [self._once(call) for _ in range(repeats)]
-                after = stats()
-                if _keys(before) == _keys(after):
-                    break
-            result.seconds[kind] = min(seconds)
-            if result.seconds[kind] > _CLOSE * turn.eager.get(kind, float("inf")):
-                ours, eager = self._in_turn_with_eager(kind, call)
-                result.seconds[kind] = min(result.seconds[kind], ours)
-                result.against_eager[kind] = ours / eager
-            padding = after.padding - before.padding
-            result.tokens[kind] = after.tokens - before.tokens + padding, padding
-        result.settling_s = round(result.settling_s, 3)
-        return result
+            self._time(kind, counts[kind])
+            timed.append(kind)
+        return timed
 
-    def _in_turn_with_eager(
-        self, kind: Kind, call: Mapping[str, torch.Tensor]
-    ) -> tuple[float, float]:
-        """The fastest of a few calls, and of as many in eager mode that take turns with them."""
-        in_eager, ours, eager = self._call(kind, self.device), list[float](), list[float]()
-        for _ in range(_TURNS):
-            ours.append(self._once(call))
-            with eager_towers():
-                eager.append(self._once(in_eager))
-        return min(ours), min(eager)
+    def _time(self, kind: Kind, count: int) -> None:
+        frequent = is_frequent(count)
+        for lane in self._lanes if frequent else ():
+            call = lane.call(kind)
+            for _ in range(min(lane.settling, count)):
+                lane.result.settling_s += self._once(lane, call)
+        for nth in range(self._repeats if frequent else 1):
+            start = nth % len(self._lanes)  # another one begins
+            for lane in (*self._lanes[start:], *self._lanes[:start]):
+                self._note(lane, kind, tries=1 if frequent else _TRIES)
+        eager = self._eager.result.seconds[kind]
+        close = [
+            lane
+            for lane in self._lanes
+            if lane.is_ours and lane.result.seconds[kind] > _CLOSE * eager
+        ]
+        for _ in range(_MORE if close else 0):
+            for lane in (self._eager, *close):
+                self._note(lane, kind)
 
-    def _settle(
-        self, turn: Turn, calls: Mapping[Kind, Mapping[str, torch.Tensor]], settling: int
-    ) -> set[Kind]:
-        """Make calls of each kind before it is timed; return those that there was time for."""
-        settled: set[Kind] = set()
-        if settling == 1:  # one before each is timed will do
-            return settled
-        for kind, call in calls.items():
-            if not is_frequent(turn.counts[kind]):
-                continue
-            for _ in range(min(settling, turn.counts[kind])):
-                if kind != turn.kinds[0] and self._clock() >= turn.settled:
-                    return settled
-                self._once(call)
-                settled.add(kind)
-        return settled
+    def _note(self, lane: Lane, kind: Kind, tries: int = 1) -> None:
+        """Time a call, and again while graphs were captured in it; the fastest one counts."""
+        result, call = lane.result, lane.call(kind)
+        for left in reversed(range(tries)):
+            before = lane.stats()
+            seconds = self._once(lane, call)
+            after = lane.stats()
+            if not left or _keys(before) == _keys(after):
+                break
+            result.settling_s += seconds
+        result.seconds[kind] = min(seconds, result.seconds.get(kind, seconds))
+        padding = after.padding - before.padding
+        result.tokens[kind] = after.tokens - before.tokens + padding, padding
 
-    def _once(self, call: Mapping[str, torch.Tensor]) -> float:
+    def _once(self, lane: Lane, call: Arguments) -> float:
         self._wait()
         start = self._clock()
-        self.tower(**call)
+        lane.tower(**call)
         self._wait()
         return self._clock() - start
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _keys(stats: EncoderStats) -> set[object]:

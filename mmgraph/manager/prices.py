@@ -13,7 +13,7 @@ __all__ = ["PER_REPLAY", "Measured", "Prices", "in_eager", "saving"]
 PER_REPLAY = 30e-6
 """Seconds of what goes with a replay: copies into buffers and out of them, and their launches."""
 
-_CLEARLY = 0.95
+_CLEARLY = 0.98
 
 
 @dataclass(frozen=True, slots=True)

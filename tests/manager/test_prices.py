@@ -68,7 +68,7 @@ def test_what_was_measured_decides_how_a_call_is_split(
 
 @pytest.mark.parametrize(
     ("eager", "reason"),
-    [(0.9, Reason.NOT_FASTER), (0.97, None), (1.5, None), (None, None)],
+    [(0.9, Reason.NOT_FASTER), (0.97, Reason.NOT_FASTER), (0.99, None), (1.5, None), (None, None)],
 )
 def test_eager_mode_serves_where_it_is_clearly_faster(
     eager: float | None, reason: Reason | None

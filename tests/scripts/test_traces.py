@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from mmgraph.types import GraphKey
 from scripts import bench_traces
 from scripts.bench_traces import WAYS, Bench, main
 from scripts.traces import MODELS, TRACES, make_trace
-from scripts.traces_records import Result, Turn, in_turn, padding_of, weights_of
+from scripts.traces_records import Kind, Result, in_turn, tokens_of, total_of, weights_of
+from scripts.traces_timing import Lane, Race
 from scripts.usual_planner import UsualPlanner
 from tests.manager.test_plan import batch_of, graphs, image
 
@@ -132,159 +134,132 @@ def bench_for(clock: Clock, **settings: object) -> Bench:
     return Bench("qwen2_5_vl:tiny", cpu, clock=clock, **{"repeats": 2, **settings})
 
 
-def way(clock: Clock, turns: list[Turn], seconds: float, reached: int = 1) -> Callable[..., Result]:
-    """A way that takes `seconds` and times `reached` kinds, or what it may."""
-
-    def make(bench: Bench, turn: Turn) -> Result:
-        turns.append(turn)
-        clock.now += seconds
-        kinds = turn.kinds[: min(reached, turn.reach)]
-        return Result(dict.fromkeys(kinds, 0.5), dict.fromkeys(kinds, (100, 25)))
-
-    return make
-
-
-NAMES = ("eager", "usual", "usual, our kernels", "mmgraph")
-
-
-def test_what_a_way_does_not_use_goes_to_the_next(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns: list[Turn] = []
-    takes = dict(zip(NAMES, (10.0, 4.0, 31.0, 0.0), strict=True))
-    ways = {name: way(clock, turns, seconds) for name, seconds in takes.items()}
-    monkeypatch.setattr(bench_traces, "WAYS", ways)
-    bench = bench_for(clock, seconds=80.0, traces=["camera", "chat"])
-    clock.now += 7  # building the tower isn't counted
-    results = dict(bench.run(20))
-    assert [turn.start - 107 for turn in turns] == [0, 10, 14, 45, 45, 55, 59, 90]
-    shares = [turn.end - turn.start for turn in turns]
-    # Of 40 s for the first trace, then of the 35 s that are left for the second.
-    assert shares == pytest.approx([10, 30 / 3, 26 / 2, 0, 35 / 4, 25 / 3, 21 / 2, 0])
-    halves = [turn.settled - turn.start for turn in turns]
-    assert halves == pytest.approx([share / 2 for share in shares])
-    assert [result["seconds"] for result in results.values()] == [45, 45]
-
-
-def test_later_ways_need_no_more_kinds_than_earlier_ones_reached(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns: list[Turn] = []
-    reached = dict(zip(NAMES, (5, 9, 3, 9), strict=True))
-    ways = {name: way(clock, turns, 1.0, n) for name, n in reached.items()}
-    monkeypatch.setattr(bench_traces, "WAYS", ways)
-    ((_, result),) = bench_for(clock, kinds=8, traces=["photos"]).run(200)
-    assert [turn.reach for turn in turns] == [8, 5, 5, 3]
-    assert {len(turn.kinds) for turn in turns} == {8}  # budgets are for all of them
-    assert result["timed_kinds"] == 3
-    (first, *_) = turns
-    timed = sum(first.counts[kind] for kind in first.kinds[:3])
-    assert result["timed_calls"] == timed
-    assert 0 < timed < result["calls"] == result["stands_for"] == 200
-    assert result["total_ms"]["mmgraph"] == 200 * 500
-    assert result["ways"]["mmgraph"]["padding"] == 0.25
-
-
 KINDS = (((1, 4, 4),), ((1, 4, 8),), ((1, 8, 8),), ((1, 8, 12),))
+EAGER, OURS, OTHER = "eager", "ours", "other"
 
 
 class Tower:
-    """Takes a second a call, and serves it from a graph of 100 tokens; some calls capture one."""
+    """Takes some seconds a call, and serves it from a graph of 100 tokens; some capture one."""
 
-    def __init__(self, clock: Clock, captures: Collection[int] = ()) -> None:
-        self.clock = clock
-        self.captures = captures
-        self.calls: list[int] = []
-        self.tokens = 0
+    def __init__(
+        self, clock: Clock, calls: list[tuple[str, int]], name: str, seconds: float
+    ) -> None:
+        self.clock, self.calls, self.name, self.seconds = clock, calls, name, seconds
+        self.captures: Collection[int] = ()
+        self.number = self.tokens = 0
         self.graphs: list[GraphRecord] = []
 
-    def __call__(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> None:
-        self.clock.now += 1
-        if len(self.calls) in self.captures:
-            self.graphs.append(GraphRecord(GraphKey(len(self.calls)), 0, 0, 0.0))
-        self.calls.append(len(hidden_states))
-        self.tokens += len(hidden_states)
+    def __call__(self, tokens: int) -> None:
+        self.clock.now += self.seconds
+        if self.number in self.captures:
+            self.graphs.append(GraphRecord(GraphKey(self.number), 0, 0, 0.0))
+        self.number += 1
+        self.tokens += tokens
+        self.calls.append((self.name, tokens))
 
     def stats(self) -> EncoderStats:
-        padding = 100 * len(self.calls) - self.tokens
+        padding = 100 * self.number - self.tokens
         return EncoderStats(tokens=self.tokens, padding=padding, graphs=tuple(self.graphs))
 
 
+class Track:
+    """A race of eager mode, mmgraph and another way, which take 2, 1 and 3 seconds a call."""
+
+    def __init__(self, clock: Clock, repeats: int = 2) -> None:
+        self.calls: list[tuple[str, int]] = []
+        seconds = {EAGER: 2.0, OURS: 1.0, OTHER: 3.0}
+        self.towers = {name: Tower(clock, self.calls, name, s) for name, s in seconds.items()}
+        self.lanes = {
+            name: Lane(
+                tower,
+                lambda kind: {"tokens": tokens_of(kind)},
+                settling=1 if name == EAGER else 4,
+                stats=EncoderStats if name == EAGER else tower.stats,
+                is_ours=name == OURS,
+            )
+            for name, tower in self.towers.items()
+        }
+        eager, *others = self.lanes.values()
+        self.race = Race(eager, others, repeats=repeats, wait=lambda: None, clock=clock)
+
+    def calls_of(self, name: str) -> list[int]:
+        return [tokens for other, tokens in self.calls if other == name]
+
+
 @pytest.fixture
-def timed(clock: Clock) -> Callable[..., tuple[Result, list[int]]]:
-    """Times kinds in a number of seconds and returns the sizes of the calls as well."""
-
-    def time(seconds: float, settling: int = 3, reach: int = 4) -> tuple[Result, list[int]]:
-        bench = bench_for(clock)
-        bench.tower = tower = Tower(clock)
-        bench._patches = torch.empty(96, bench._width)
-        now = clock.now
-        turn = Turn(KINDS, Counter(KINDS * 5), reach, now, now + seconds / 2, now + seconds)
-        cpu = torch.device("cpu")
-        return bench._time(turn, cpu, settling=settling, stats=tower.stats), tower.calls
-
-    return time
+def track(clock: Clock) -> Track:
+    return Track(clock)
 
 
-def test_half_of_a_share_is_for_settling(
-    timed: Callable[..., tuple[Result, list[int]]],
+def test_frequent_kinds_are_settled_and_then_timed_in_turn(clock: Clock, track: Track) -> None:
+    assert track.race.run(KINDS[:1], Counter({KINDS[0]: 3}), clock.now + 99) == [KINDS[0]]
+    names = [name for name, _ in track.calls]
+    assert names[:7] == [EAGER, *[OURS] * 3, *[OTHER] * 3]  # no more often than it comes
+    assert names[7:] == [EAGER, OURS, OTHER, OURS, OTHER, EAGER]
+    results = {name: lane.result for name, lane in track.lanes.items()}
+    assert [result.seconds for result in results.values()] == [
+        {KINDS[0]: seconds} for seconds in (2, 1, 3)
+    ]
+    assert [result.settling_s for result in results.values()] == [2, 3, 9]
+    assert results[OURS].tokens == {KINDS[0]: (100, 84)}
+    assert results[EAGER].tokens == {KINDS[0]: (0, 0)}
+
+
+def test_rare_kinds_are_timed_once_and_again_after_a_capture(clock: Clock, track: Track) -> None:
+    track.towers[OURS].captures = [0, 3, 4, 5]
+    counts = Counter({KINDS[0]: 2, KINDS[1]: 1, KINDS[2]: 1})
+    track.race.run(KINDS[:3], counts, clock.now + 99)
+    # A capture, then without one; without one; captures in all three.
+    assert track.calls_of(OURS) == [16] * 2 + [32] + [64] * 3
+    assert track.calls_of(EAGER) == [16, 32, 64]
+    assert track.lanes[OURS].result.settling_s == 3
+
+
+def test_time_ends_after_a_kind_and_leaves_one_at_least(clock: Clock, track: Track) -> None:
+    counts = Counter(KINDS)
+    assert track.race.run(KINDS, counts, clock.now) == [KINDS[0]]
+    assert track.race.run(KINDS, counts, clock.now + 7) == list(KINDS[:2])  # six seconds each
+
+
+@pytest.mark.parametrize(("name", "more"), [(OURS, 4), (OTHER, 0)])
+@pytest.mark.parametrize("seconds", [1.7, 1.9])
+def test_what_takes_as_long_as_eager_mode_is_timed_some_more(
+    clock: Clock, track: Track, name: str, more: int, seconds: float
 ) -> None:
-    result, calls = timed(10)
-    assert calls == [16] * 3 + [32] * 2 + [16] * 2 + [32] * 2 + [64] * 3
-    assert list(result.seconds) == list(KINDS[:3])
-    assert set(result.seconds.values()) == {1}
-    assert result.settling_s == 6  # a kind that settling didn't reach is called once before
-    assert result.tokens[KINDS[1]] == (200, 136)
+    track.towers[name].seconds = seconds
+    track.race.run(KINDS[:1], Counter(KINDS), clock.now + 99)
+    more = more if seconds > 1.8 else 0
+    assert len(track.calls_of(EAGER)) == len(track.calls_of(name)) == 1 + more
 
 
-def test_the_most_frequent_kind_is_settled_and_timed_without_any_time(
-    timed: Callable[..., tuple[Result, list[int]]],
+def test_each_trace_has_an_equal_share_of_the_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, calls = timed(0)
-    assert list(result.seconds) == [KINDS[0]]
-    assert calls == [16] * 5
+    bench = bench_for(clock, seconds=80.0, traces=["camera", "photos", "chat"])
+    shares = []
+
+    def trace(_: Bench, counts: Counter[Kind], end: float) -> dict[str, Any]:
+        shares.append(end - clock.now)
+        clock.now += 30
+        return {"calls": sum(counts.values())}
+
+    monkeypatch.setattr(Bench, "_trace", trace)
+    clock.now += 7  # what lies before isn't counted
+    assert [result for _, result in bench.run(20)] == [{"calls": 20}] * 3
+    assert shares == pytest.approx([80 / 3, 50 / 2, 20])
 
 
-def test_eager_mode_is_called_once_before_each_kind_is_timed(
-    timed: Callable[..., tuple[Result, list[int]]],
-) -> None:
-    _, calls = timed(100, settling=1, reach=2)
-    assert calls == [16] * 3 + [32] * 3
-
-
-def test_a_rare_kind_is_timed_once_and_again_after_a_capture(clock: Clock) -> None:
-    bench = bench_for(clock)
-    bench.tower = tower = Tower(clock, captures={0, 4, 6})
-    bench._patches = torch.empty(96, bench._width)
-    counts = Counter({KINDS[0]: 3, KINDS[1]: 2, KINDS[2]: 1, KINDS[3]: 1})
-    turn = Turn(KINDS, counts, 4, clock.now, clock.now + 50, clock.now + 100)
-    result = bench._time(turn, torch.device("cpu"), settling=2, stats=tower.stats)
-    # Two before and two timed; one with a capture and one without; likewise; one is enough.
-    assert tower.calls == [16] * 4 + [32] * 2 + [64] * 2 + [96]
-    assert result.tokens[KINDS[1]] == (100, 68)
-
-
-@pytest.mark.parametrize("of_eager", [1.05, 1.5])
-def test_what_takes_as_long_as_eager_mode_is_timed_in_turn_with_it(
-    clock: Clock, of_eager: float
-) -> None:
-    bench = bench_for(clock)
-    bench.tower = tower = Tower(clock)
-    bench._patches = torch.empty(96, bench._width)
-    eager = {KINDS[0]: of_eager}
-    turn = Turn(KINDS, Counter(KINDS * 3), 1, clock.now, clock.now + 50, clock.now + 100, eager)
-    result = bench._time(turn, torch.device("cpu"), settling=2, stats=tower.stats)
-    assert result.against_eager == ({KINDS[0]: 1.0} if of_eager < 1.1 else {})
-    assert len(tower.calls) == 2 + 2 + (8 if of_eager < 1.1 else 0)
-
-
-def test_nothing_waits_for_a_call_without_captures(clock: Clock) -> None:
-    bench = bench_for(clock)
-    bench.tower = tower = Tower(clock, captures=range(9))
-    bench._patches = torch.empty(96, bench._width)
-    turn = Turn(KINDS, Counter(KINDS), 1, clock.now, clock.now + 50, clock.now + 100)
-    bench._time(turn, torch.device("cpu"), settling=2, stats=tower.stats)
-    assert tower.calls == [16] * 3
+def test_what_is_timed_is_weighed_and_held_against_eager_mode() -> None:
+    small, large = KINDS[:2]
+    eager = Result({small: 1.0, large: 2.0})
+    ours = Result({small: 0.5, large: 2.2}, {small: (32, 0), large: (64, 32)})
+    ours.judge({small: 6, large: 2}, eager)
+    assert ours.padding == 64 / (6 * 32 + 2 * 64)
+    assert ours.worst == 1.1
+    assert total_of(ours.seconds, {small: 6, large: 2}) == 7.4
+    ours.tokens = {small: (0, 0)}  # all in eager mode
+    ours.judge({small: 6}, eager)
+    assert (ours.padding, ours.worst) == (0, 0.5)
 
 
 def test_frequent_and_rare_kinds_are_timed_in_turn() -> None:
@@ -302,15 +277,6 @@ def test_what_is_timed_stands_for_its_own_sort() -> None:
     assert weights_of(KINDS, counts) == counts
     assert weights_of([often, once], counts) == {often: 12, once: 3}
     assert weights_of([less], counts) == {less: 12}  # rare ones are missing
-
-
-def test_padding_is_of_the_calls_as_often_as_they_occur() -> None:
-    small, large, rare = KINDS[:3]
-    result = Result(tokens={small: (32, 0), large: (64, 32), rare: (128, 64)})
-    counts = Counter({small: 6, large: 2, rare: 1})
-    assert padding_of(result, [small, large], counts) == 64 / (6 * 32 + 2 * 64)
-    result = Result(tokens={small: (0, 0)})  # all in eager mode
-    assert padding_of(result, [small], counts) == 0
 
 
 def test_an_impossible_number_of_graphs_is_refused_before_the_tower_is_built(
