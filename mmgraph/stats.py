@@ -78,7 +78,7 @@ class EncoderStats:
         replays: Replays, also of graphs that are gone.
         tokens: Real tokens replayed.
         padding: Tokens replayed that belonged to no item.
-        evictions: Graphs that were freed to make room for others.
+        evictions: Graphs that were freed to make room for others, or by an attempt that left none.
         graphs: One record a graph that is held now.
         call_sizes: Calls by the tokens of all their items, as far as sizes could be read; where
             there are very many sizes, close ones are counted as the larger.

@@ -226,11 +226,14 @@ class Plans:
         victims = self._victims(key, in_use)
         if victims is None:  # another one of the call took the room
             return
+        before = set(self._store.entries)
         if victims:
             self._store.free(victims)
             self._demand.evicted(victims)
-            self._evicted(len(victims))
         self._store.capture(key)
+        gone = before - self._store.entries.keys()  # all of them if the attempt left no room
+        if gone:
+            self._evicted(len(gone))
         self._captured()
 
     def _tightened(self, batch: EncoderBatch, plan: Plan) -> Plan:

@@ -179,6 +179,7 @@ def test_memory_that_the_pool_keeps_counts(monkeypatch: pytest.MonkeyPatch) -> N
     manager = make_manager(backend=backend, max_graph_bytes=buffers() + KIB + 9)
     serve(manager, [8], [8], [30])
     assert budgets(manager) == set()  # the attempt had grown the pool
+    assert manager.stats().evictions == 1
     serve(manager, [8], [30])
     assert budgets(manager) == {8}
 
