@@ -73,7 +73,7 @@ def test_what_was_measured_decides_how_a_call_is_split(
 def test_eager_mode_serves_where_it_is_clearly_faster(
     eager: float | None, reason: Reason | None
 ) -> None:
-    plan = planned([100, 50], {wide(1024): 1.0}, {16: eager} if eager else None)
+    plan = planned([100, 50], {wide(1024): 1.0}, {150: eager} if eager else None)
     if reason is None:
         assert plan == Plan((Replay((0, 1), wide(1024)),), ())
     else:
