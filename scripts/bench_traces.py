@@ -7,7 +7,7 @@ them before the next one comes. A kind that comes three times or more is called 
 so that graphs are captured as they would be after some minutes of service, and is then timed (the
 fastest of `--repeats`). A rarer kind is timed as it comes, once, and again where a graph was
 captured for it meanwhile. What mmgraph doesn't do clearly faster than eager mode is timed some more
-times in both.
+times in all of them.
 
 Where `--kinds` or `--seconds` bound what is timed, frequent and rare kinds come in turn, the rare
 ones in an order drawn by chance. Each counts as often as it occurs, and stands for the calls of its

@@ -16,7 +16,7 @@ from scripts.traces_records import Kind, Result, is_frequent
 __all__ = ["Lane", "Race"]
 
 _CLOSE = 0.9
-"""Of eager mode's time, from which both are timed some more times, to see which is faster."""
+"""Of eager mode's time, from which all are timed some more times, to see which is faster."""
 _MORE = 4
 _TRIES = 3
 """How often a rare kind is called, at most, for a call in which nothing is captured."""
@@ -92,13 +92,11 @@ class Race:
             for lane in (*self._lanes[start:], *self._lanes[:start]):
                 self._note(lane, kind, tries=1 if frequent else _TRIES)
         eager = self._eager.result.seconds[kind]
-        close = [
-            lane
-            for lane in self._lanes
-            if lane.is_ours and lane.result.seconds[kind] > _CLOSE * eager
-        ]
-        for _ in range(_MORE if close else 0):
-            for lane in (self._eager, *close):
+        is_close = any(
+            lane.is_ours and lane.result.seconds[kind] > _CLOSE * eager for lane in self._lanes
+        )
+        for _ in range(_MORE if is_close else 0):  # all of them: the fastest call counts
+            for lane in self._lanes:
                 self._note(lane, kind)
 
     def _note(self, lane: Lane, kind: Kind, tries: int = 1) -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from mmgraph.manager.prices import Measured, Prices
-from mmgraph.policy import Bin, Packing, pack, segment_tier, seqlen_tier
+from mmgraph.policy import REPLAY, Bin, Packing, pack, segment_tier, seqlen_tier
 from mmgraph.types import EncoderBatch, GraphKey, Reason
 
 __all__ = ["JOINED_FROM", "Eager", "Plan", "Planner", "Replay"]
@@ -48,7 +48,7 @@ class Graphs:
         failed: Keys that can't be captured, and why.
         may_capture: Whether a plan may ask for a key that isn't captured yet.
         missing: The reason for eager mode where a key is missing.
-        general: Keys that take whatever their budget can hold, by budget, where there is room for
+        general: The key that takes whatever a budget can hold, by budget, where there is room for
             hardly more graphs than budgets; ``None`` where there is room enough.
         measured: What graphs and eager mode take: another object once graphs came, went or failed.
     """
@@ -57,15 +57,16 @@ class Graphs:
     failed: Mapping[GraphKey, Reason]
     may_capture: bool
     missing: Reason = Reason.NOT_CAPTURED
-    general: Callable[[int], Sequence[GraphKey]] | None = None
+    general: Callable[[int], GraphKey | None] | None = None
     measured: Measured = field(default_factory=Measured)
 
     def wanted(self, tightest: GraphKey) -> GraphKey:
         """What to capture for a replay of at least `tightest`."""
-        if self.general is None:
+        general = None if self.general is None else self.general(tightest.token_budget)
+        if general is None:
             return tightest
-        keys = [key.of(tightest.signature) for key in self.general(tightest.token_budget)]
-        return min((k for k in keys if k.covers(tightest)), key=_bounds, default=tightest)
+        general = general.of(tightest.signature)
+        return general if general.covers(tightest) else tightest
 
 
 JOINED_FROM = 4096
@@ -76,6 +77,8 @@ On an H200 such a graph is 1 % slower for one image than one of its own at 4,096
 doesn't fill the GPU there, and what does nothing for the others pushes it onto fewer processors.
 """
 _REMEMBERED = 1024
+_IN_PARTS = 4
+"""Times the tokens of one replay, at which several cost too much where nothing is measured."""
 
 
 class Planner:
@@ -109,7 +112,7 @@ class Planner:
         plan = self._alone.get(alike)
         if plan is None:
             packing = pack(sizes, budgets, prices=self._prices(budgets, whole, prices))
-            plan = self._replays(batch, packing, same, graphs)
+            plan = self._replays(batch, packing, same, graphs, prices)
             if len(sizes) == 1 and whole and packing.bins == whole[:1] and plan.replays:
                 self._alone[alike] = plan
         if not plan.eager and plan.replays:
@@ -119,7 +122,12 @@ class Planner:
         return plan
 
     def _replays(
-        self, batch: EncoderBatch, packing: Packing, same: Sequence[GraphKey], graphs: Graphs
+        self,
+        batch: EncoderBatch,
+        packing: Packing,
+        same: Sequence[GraphKey],
+        graphs: Graphs,
+        prices: Prices,
     ) -> Plan:
         """A plan with a graph for each bin, as far as there is one."""
         replays: list[Replay] = []
@@ -130,8 +138,10 @@ class Planner:
                 replays.append(Replay(bin_.items, key))
                 continue
             parts = self._in_parts(batch, bin_.items, same, replace(graphs, may_capture=False))
-            replays.extend(parts)
-            if not parts:
+            tokens = sum([batch.items[i].num_tokens for i in bin_.items])
+            if parts and _are_worth(parts, tokens, prices, in_eager=bool(packing.oversized)):
+                replays.extend(parts)
+            else:
                 eager.append(Eager(bin_.items, self._reason(self.key_for(batch, bin_), graphs)))
         eager.extend(
             Eager((i,), self._oversized_reason(batch.items[i].num_tokens, graphs))
@@ -287,6 +297,20 @@ class Planner:
 
     def _oversized_reason(self, num_tokens: int, graphs: Graphs) -> Reason:
         return graphs.missing if num_tokens <= self.budgets[-1] else Reason.ABOVE_BUDGET
+
+
+def _are_worth(parts: Sequence[Replay], tokens: int, prices: Prices, *, in_eager: bool) -> bool:
+    """Whether several replays may be cheaper than eager mode for a bin of `tokens`.
+
+    Where eager mode runs `in_eager` anyway they have to be cheaper than what the bin adds to it.
+    Else the plan as a whole is compared with eager mode, if that was measured.
+    """
+    keys = [replay.key for replay in parts]
+    replays, eager, least = prices.of_replays(keys), prices.of_eager(tokens), prices.of_eager(0)
+    if replays is None or eager is None or least is None:
+        spent = sum(REPLAY(key.token_budget) for key in keys)
+        return spent <= _IN_PARTS * REPLAY(tokens)
+    return not in_eager or replays < eager - least
 
 
 def _fill(count: int, lengths: Sequence[int], budget: int) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from mmgraph.config import GraphConfig
-from mmgraph.errors import UnsupportedModelError
 from mmgraph.manager.demand import Demand
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
 from mmgraph.manager.prices import Measured, in_eager, saving
@@ -66,7 +65,8 @@ class Plans:
         """Whether a graph is captured the first time that it is asked for, whatever is set."""
         self._known: OrderedDict[EncoderBatch, _Known] = OrderedDict()
         self._demand = Demand()
-        self._general_keys: dict[int, Sequence[GraphKey]] = {}
+        self._general_keys: dict[int, GraphKey | None] = {}
+        self._savings: tuple[Measured, dict[GraphKey, float]] | None = None
         self._scarce: tuple[Measured, tuple[int, ...], bool] | None = None
         """Whether there is hardly room for more graphs, by the graphs and budgets there were."""
 
@@ -78,6 +78,8 @@ class Plans:
     def clear(self) -> None:
         """Forget all plans."""
         self._known.clear()
+        self._general_keys.clear()
+        self._scarce = None
 
     def ready(self, batch: EncoderBatch) -> Plan | None:
         """The plan of a batch, if it is all replays of graphs that are there, and none is due.
@@ -170,34 +172,34 @@ class Plans:
         )
 
     def _is_scarce(self) -> bool:
-        """Whether what may be captured yet is for budgets that have no graph for everything.
+        """Whether what may be captured yet is for the budgets that have no graph for everything.
 
         A graph for one image of a budget leaves two images to eager mode once there is no room.
         """
-        budgets, entries, measured = (
-            self._planner.budgets,
-            self._store.entries,
-            self._store.measured,
-        )
-        room = self._config.max_graphs - len(entries)
+        budgets, measured = self._planner.budgets, self._store.measured
+        room = self._config.max_graphs - len(self._store.entries)
         if not self.lazy or room > len(budgets):
             return False
-        if self._scarce is None or self._scarce[:2] != (measured, budgets):
+        known = self._scarce
+        if known is None or known[0] is not measured or known[1] != budgets:
             without = [budget for budget in budgets if not self._takes_all(budget)]
-            self._scarce = measured, budgets, room <= len(without)
-        return self._scarce[2]
+            known = self._scarce = measured, budgets, room <= len(without)
+        return known[2]
 
     def _takes_all(self, budget: int) -> bool:
         """Whether a graph of `budget` takes whatever it can hold."""
+        general = self._general(budget)
         graphs = [key for key in self._store.entries if key.token_budget == budget]
-        return any(g.covers(key.of(g.signature)) for g in graphs for key in self._general(budget))
+        return general is not None and any(g.covers(general.of(g.signature)) for g in graphs)
 
-    def _general(self, budget: int) -> Sequence[GraphKey]:
+    def _general(self, budget: int) -> GraphKey | None:
+        """A key for whatever a budget can hold, of some signature; ``None`` if none is known."""
         if budget not in self._general_keys:
             try:
-                self._general_keys[budget] = tuple(self._keys_of(budget))
-            except UnsupportedModelError:  # until it was called
-                return ()
+                keys = list(self._keys_of(budget))
+                self._general_keys[budget] = reduce(GraphKey.joined, keys) if keys else None
+            except Exception:  # an encoder without examples serves all the same
+                self._general_keys[budget] = None
         return self._general_keys[budget]
 
     def _is_due(self, key: GraphKey, in_use: Collection[GraphKey] = ()) -> bool:
@@ -214,11 +216,21 @@ class Plans:
         ):
             others = [graph for graph in store.entries if graph not in {*in_use, *gone}]
             worth = partial(saving, measured=measured, gone=frozenset(gone))
-            victim = self._demand.victim(key, others, worth)
+            victim = self._demand.victim(key, others, worth if gone else self._saving)
             if victim is None:
                 return None
             gone.append(victim)
         return gone
+
+    def _saving(self, key: GraphKey) -> float:
+        """What a use of `key` saves, which is asked again at each call that waits for a graph."""
+        measured = self._store.measured
+        if self._savings is None or self._savings[0] is not measured:
+            self._savings = measured, {}
+        known = self._savings[1]
+        if key not in known:
+            known[key] = saving(key, measured)
+        return known[key]
 
     def _capture(self, key: GraphKey, in_use: Collection[GraphKey] = ()) -> None:
         """Capture `key`; plans made before don't know of it, or that it failed."""
@@ -243,7 +255,7 @@ class Plans:
         padded = not plan.replays or spent - tokens > _TOLERATED_PADDING * spent
         by_choice = all(part.reason is Reason.NOT_FASTER for part in plan.eager)
         # Half of the graphs are left to the budgets, which serve everything else.
-        room = 2 * len(self._store.entries) < self._config.max_graphs
+        room = 2 * len(self._store.entries) < self._config.max_graphs and not self._is_scarce()
         if not (by_choice and self.lazy and room and tokens <= self._planner.budgets[-1]):
             return plan
         items = tuple(range(len(batch.items)))

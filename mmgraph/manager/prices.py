@@ -118,20 +118,31 @@ def saving(key: GraphKey, measured: Measured, gone: Collection[GraphKey] = ()) -
             saves against: another graph, or eager mode.
     """
     eager = in_eager(key, key.token_budget, measured)
+    replay = measured.replays.get(key)
+    if replay is None and eager is not None:
+        replay = _expected(key, measured)
+    if replay is None or eager is None:
+        return 1e-3
+    instead = eager - PER_REPLAY
+    for other, seconds in measured.replays.items():
+        # Which covers which is asked last: it takes the longest.
+        if (
+            seconds < instead
+            and other.token_budget >= key.token_budget
+            and other not in gone
+            and other != key
+            and other.covers(key)
+        ):
+            instead = seconds
+    return max(1e-9, instead - replay)
+
+
+def _expected(key: GraphKey, measured: Measured) -> float | None:
+    """Seconds of a replay of `key` by those of other budgets, if there are any."""
     points = {
         k.token_budget: s for k, s in measured.replays.items() if k.signature == key.signature
     }
-    if eager is None or not points:
-        return 1e-3
-    replay = measured.replays.get(key)
-    if replay is None:
-        replay = Curve(points, int(REPLAY.fixed))(key.token_budget)
-    instead = [
-        seconds
-        for other, seconds in measured.replays.items()
-        if other != key and other not in gone and other.covers(key)
-    ]
-    return max(1e-9, min([eager - PER_REPLAY, *instead]) - replay)
+    return Curve(points, int(REPLAY.fixed))(key.token_budget) if points else None
 
 
 def in_eager(key: GraphKey, num_tokens: int, measured: Measured) -> float | None:

@@ -49,8 +49,12 @@ def squared(budgets: Sequence[int], granularity: int = 1) -> tuple[int, ...]:
         budgets: In tokens.
         granularity: Tokens that are merged into one, a square of them.
     """
-    between = {_squared(tokens, granularity) for tokens in budgets[1:-1]}
-    return tuple(sorted({*budgets[:1], *between, *budgets[-1:]}))
+    between = [_squared(tokens, granularity) for tokens in budgets[1:-1]]
+    kept = {
+        square if budgets[0] < square < budgets[-1] else tokens
+        for tokens, square in zip(budgets[1:-1], between, strict=True)
+    }
+    return tuple(sorted({*budgets[:1], *kept, *budgets[-1:]}))
 
 
 def _squared(tokens: int, granularity: int) -> int:

@@ -6,10 +6,25 @@ from typing import Any
 
 import pytest
 
-from mmgraph import ConfigError, EncoderCudaGraphManager, GraphConfig, GraphKey, Reason
+from mmgraph import (
+    ConfigError,
+    EncoderBatch,
+    EncoderCudaGraphManager,
+    EncoderItemSpec,
+    GraphConfig,
+    GraphKey,
+    Reason,
+)
 from mmgraph.manager.demand import Demand
 from mmgraph.manager.prices import Measured, saving
-from tests.manager.engine import MeasuredBackend, assert_items_equal, call_of, make_manager
+from tests.manager.engine import (
+    EngineEncoder,
+    MeasuredBackend,
+    assert_items_equal,
+    call_of,
+    make_encoder,
+    make_manager,
+)
 
 KIB = 1024
 
@@ -71,23 +86,70 @@ def test_the_least_useful_graph_gives_way_to_one_that_is_clearly_more_useful() -
     assert manager.stats().misses == {Reason.GRAPH_LIMIT: 3}
 
 
-@pytest.mark.parametrize(("limit", "captured"), [(3, 3), (64, 7)])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ([8], [4], [16], [30], [2, 2, 4], [2] * 4, [8, 8], [2] * 16),
+        ([2] * 16, [2, 2, 4], [8, 8], [16], [4], [30], [8]),
+    ],
+)
 def test_where_there_is_room_for_few_graphs_each_takes_all_that_its_budget_holds(
-    limit: int, captured: int
+    calls: tuple[list[int], ...],
 ) -> None:
-    manager = make_manager(max_graphs=limit, max_items=16)
-    serve(manager, [8], [4], [16], [30], [2, 2, 4], [2] * 6, [8, 8], [2] * 16, [30])
-    assert manager.stats().misses == {}
+    manager = make_manager(max_graphs=3, max_items=16, exact_after=2)
+    serve(manager, *calls, *calls)
+    stats = manager.stats()
+    assert (stats.misses, stats.replays) == ({}, 2 * len(calls))
+    assert [(g.key.token_budget, g.key.max_seqlen) for g in stats.graphs] == [
+        (tokens, (tokens,)) for tokens in [g.key.token_budget for g in stats.graphs]
+    ]
     assert budgets(manager) == {8, 16, 32}
-    assert len(manager.stats().graphs) == captured
 
 
 def test_room_is_kept_for_a_graph_a_budget_that_takes_all() -> None:
     """The first of four may be for few, the others are for whatever comes."""
-    manager = make_manager(max_graphs=4, max_items=16)
-    serve(manager, [8], [30], [16], [2, 2, 4], [2] * 8, [2] * 16)
+    manager = make_manager(max_graphs=4, max_items=16, exact_after=2)
+    serve(manager, [8], [30], [16], [2, 2, 4], [2] * 8, [2] * 16, [8], [30], [30])
+    stats = manager.stats()
+    assert (stats.misses, stats.replays) == ({}, 9)
+    capacities = {8: [], 16: [], 32: []}
+    for graph in stats.graphs:
+        capacities[graph.key.token_budget] += graph.key.segment_capacity
+    assert capacities == {8: [1, 4], 16: [8], 32: [16]}
+
+
+@pytest.mark.parametrize("broken", ["raises", "empty", "kinds"])
+def test_an_encoder_with_unusable_examples_serves_all_the_same(broken: str) -> None:
+    class Encoder(EngineEncoder):
+        def _examples(self, budget: int, max_items: int) -> Any:
+            if broken == "raises":
+                raise NotImplementedError
+            if broken == "empty":
+                return []
+            items = (EncoderItemSpec(budget, (1, 1), (budget, budget)),)
+            return [EncoderBatch(items, "another")]
+
+    encoder = Encoder().requires_grad_(False).eval()
+    encoder.load_state_dict(make_encoder().state_dict())
+    manager = make_manager(encoder, max_graphs=3)
+    serve(manager, [8], [16], [30], [8, 8])
     assert manager.stats().misses == {}
-    assert len(manager.stats().graphs) == 4
+
+
+def test_what_a_graph_saves_is_worked_out_once_for_the_graphs_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that waits for a graph asks at each turn."""
+    asked = []
+    monkeypatch.setattr(
+        "mmgraph.manager.plans.saving", lambda key, measured, gone=(): asked.append(key) or 1e-3
+    )
+    manager = make_manager(max_graphs=2, max_items=1)
+    serve(manager, [8], [8], [16], [16], *[[30]] * 3)
+    assert not asked  # nothing goes before the fourth time
+    manager = make_manager(max_graphs=2, max_items=1)
+    serve(manager, *[[8], [16]] * 9, *[[30]] * 9)
+    assert len(asked) == len(set(asked)) == 3
 
 
 def test_sizes_that_take_turns_free_no_graphs() -> None:

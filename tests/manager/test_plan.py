@@ -48,7 +48,7 @@ def general(tokens: int) -> GraphKey:
 
 def scarce(*captured: GraphKey, **more: Any) -> Graphs:
     """Another signature gave the examples."""
-    return graphs(*captured, general=lambda budget: [general(budget).of("example")], **more)
+    return graphs(*captured, general=lambda budget: general(budget).of("example"), **more)
 
 
 items = st.tuples(st.integers(1, 40), st.integers(1, 6)).map(lambda a: image(a[0] * a[1], a[1]))
@@ -121,6 +121,17 @@ def test_what_a_planner_has_planned_before_changes_no_plan(
         assert planner.plan(batch_of(image_), state) == fresh.plan(batch_of(image_), state)
     together = batch_of(*images)
     assert planner.plan(together, state) == Planner(BUDGETS, uniform=uniform).plan(together, state)
+
+
+def test_parts_are_held_against_what_they_would_add_to_eager_mode() -> None:
+    state = {
+        "measured": Measured({key(64): 1e-3}, {SIGNATURE: {16: 5e-3, 64: 6e-3, 2000: 20e-3}}),
+        "lazy": False,
+    }
+    two = (image(30), image(34))
+    assert len(Planner(BUDGETS).plan(batch_of(*two), graphs(key(64), **state)).replays) == 2
+    plan = Planner(BUDGETS).plan(batch_of(*two, image(2000)), graphs(key(64), **state))
+    assert not plan.replays  # two replays take 2 ms, and two images more in eager mode one
 
 
 @pytest.mark.parametrize(
@@ -209,6 +220,12 @@ def test_what_a_planner_has_planned_before_changes_no_plan(
             batch_of(image(20), image(30)),
             graphs(key(64), failed={key(64, (2, 4), (32, 16)): Reason.OUT_OF_MEMORY}),
             Plan((Replay((0,), key(64)), Replay((1,), key(64))), ()),
+        ),
+        # but not if that takes far more replays than is worth
+        (
+            batch_of(*[image(16)] * 16),
+            graphs(key(256, (1, 16)), lazy=False),
+            Plan((), (Eager(tuple(range(16)), Reason.NOT_CAPTURED),)),
         ),
         # room for hardly more graphs than budgets: what is captured takes whatever comes
         (batch_of(image(60)), scarce(), Plan((Replay((0,), general(64)),), ())),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmgraph.policy import ladder, segment_tier, seqlen_tier, smallest_fit, squared
@@ -141,6 +141,8 @@ def test_square_images_of_usual_sides_fill_the_default_budgets() -> None:
 
 
 @given(ladder_arguments())
+@example((82, 99, 16, 1))  # 81 and 100 are squares near the ends
+@example((106, 192, 16, 4))
 def test_squares_are_near_what_they_replace_and_leave_the_ends(
     arguments: tuple[int, int, int, int],
 ) -> None:
