@@ -166,7 +166,6 @@ class GraphKey:
             and self.exact == other.exact
             and self.token_budget >= other.token_budget
             and len(self.max_seqlen) == len(other.max_seqlen)
-            and len(self.segment_capacity) == len(other.segment_capacity)
             and all(a >= b for a, b in _pairs(self.segment_capacity, other.segment_capacity))
             and all(a >= b for a, b in _pairs(self.max_seqlen, other.max_seqlen))
         )

@@ -94,7 +94,7 @@ class Prices:
         alike = [self._measured.alike.get(key) for key in keys]
         if not any(alike):
             return self._eager(sum(tokens))
-        least = self._eager(0)
+        least = min([self._eager(0), *(own[1] for own in alike if own is not None)])
         seconds = [
             self._eager(n) if own is None else least + (own[1] - least) * n / own[0]
             for own, n in zip(alike, tokens, strict=True)

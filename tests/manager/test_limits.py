@@ -118,6 +118,28 @@ def test_room_is_kept_for_a_graph_a_budget_that_takes_all() -> None:
     assert capacities == {8: [1, 4], 16: [8], 32: [16]}
 
 
+def test_whether_room_is_scarce_is_asked_again_once_there_is_another_graph() -> None:
+    manager = make_manager(max_graphs=4, max_items=2)
+    serve(manager, [6, 2])  # as general as a graph of 8 tokens gets: room for one more than needed
+    serve(manager, [2, 2])  # which goes to this one
+    serve(manager, [16])
+    keys = [graph.key for graph in manager.stats().graphs]
+    assert [(key.token_budget, key.segment_capacity) for key in keys] == [
+        (8, (2,)),
+        (8, (2,)),
+        (16, (2,)),
+    ]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(3, {16}), (64, {10, 16})])
+def test_room_that_is_kept_is_none_for_graphs_of_exactly_some_tokens(
+    limit: int, expected: set[int]
+) -> None:
+    manager = make_manager(max_graphs=limit, exact_after=2)
+    serve(manager, *[[10]] * 4)
+    assert budgets(manager) == expected
+
+
 @pytest.mark.parametrize("broken", ["raises", "empty", "kinds"])
 def test_an_encoder_with_unusable_examples_serves_all_the_same(broken: str) -> None:
     class Encoder(EngineEncoder):

@@ -231,6 +231,7 @@ def test_parts_are_held_against_what_they_would_add_to_eager_mode() -> None:
         (batch_of(image(60)), scarce(), Plan((Replay((0,), general(64)),), ())),
         # and is near enough, however far above
         (batch_of(image(60)), scarce(general(64)), Plan((Replay((0,), general(64)),), ())),
+        (batch_of(image(60)), scarce(key(64, (4, 4))), Plan((Replay((0,), key(64, (4, 4))),), ())),
         # in its budget
         (batch_of(image(60)), scarce(general(256)), Plan((Replay((0,), general(64)),), ())),
         # a larger one serves where its own can't be captured

@@ -209,16 +209,18 @@ class ProbedBySegments(EngineEncoder):
         return dataclasses.replace(super().encoder_facts(), probes=probes)
 
 
-@pytest.mark.parametrize("of_two", [5.0, 2.5])
+@pytest.mark.parametrize(
+    ("of_one", "of_two", "misses"), [(2.0, 5.0, 1), (2.0, 2.5, 3), (4.0, 2.5, 2), (4.0, 5.0, 0)]
+)
 def test_as_many_tokens_in_other_segments_are_timed_for_themselves(
-    monkeypatch: pytest.MonkeyPatch, of_two: float
+    monkeypatch: pytest.MonkeyPatch, of_one: float, of_two: float, misses: int
 ) -> None:
     timed_calls = []
 
     def shortest(_: Any, run: Any) -> float:
         lengths = run.keywords["lengths"].tolist()
         timed_calls.append(lengths)
-        return {1: 2.0, 2: of_two}[len(lengths)]
+        return {1: of_one, 2: of_two}[len(lengths)]
 
     monkeypatch.setattr("mmgraph.manager.eager_times.shortest", shortest)
     monkeypatch.setattr(GraphStore, "seconds", lambda _, key: 3.0)
@@ -227,12 +229,15 @@ def test_as_many_tokens_in_other_segments_are_timed_for_themselves(
     manager = make_manager(encoder, Timed(), exact_after=0)
     serve(manager, [32], 1)
     serve(manager, [16, 16], 1)
-    misses = manager.stats().misses
-    assert misses == {Reason.NOT_FASTER: 1 if of_two > 3 else 3}
+    assert sum(manager.stats().misses.values()) == misses
     assert [32] in timed_calls
     assert [16, 16] in timed_calls
-    manager.clear()
-    assert not manager._store.eager_times.alike
+    times = manager._store.eager_times
+    assert {seconds for _, seconds in times.alike.values()} == {of_one, of_two}
+    (by_tokens,) = times.seconds.values()
+    assert by_tokens[32] == (of_one if of_one > of_two else max(of_one, of_two * (of_two < 3)))
+    manager.use_budgets((8, 16))
+    assert not times.alike
 
 
 def test_graphs_are_timed_with_gradients_on(monkeypatch: pytest.MonkeyPatch) -> None:
