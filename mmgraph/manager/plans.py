@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 
 from mmgraph.config import GraphConfig
+from mmgraph.log import get_logger
 from mmgraph.manager.demand import Demand
 from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
 from mmgraph.manager.prices import Measured, in_eager, saving
@@ -17,6 +18,7 @@ from mmgraph.types import EncoderBatch, GraphKey, Reason
 
 __all__ = ["Plans"]
 
+_logger = get_logger(__name__)
 _REMEMBERED = 256
 _TOLERATED_PADDING = 0.04
 _ROUNDS = 2
@@ -198,7 +200,8 @@ class Plans:
             try:
                 keys = list(self._keys_of(budget))
                 self._general_keys[budget] = reduce(GraphKey.joined, keys) if keys else None
-            except Exception:  # an encoder without examples serves all the same
+            except Exception as error:  # an encoder without examples serves all the same
+                _logger.debug("no example of %d tokens: %r", budget, error)
                 self._general_keys[budget] = None
         return self._general_keys[budget]
 
