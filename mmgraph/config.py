@@ -102,9 +102,9 @@ class GraphConfig:
 
     max_graphs: int = 64
     """Graphs an encoder may hold. Further sizes go to graphs of others that hold them, or run in
-    eager mode, until one of them is clearly more useful than a graph that there is, which then gives
-    way: a graph is worth how often it was replayed, lately, times the seconds that saved. The last
-    ones, as many as there are budgets, each take whatever their budget holds."""
+    eager mode, until one of them is clearly more useful than a graph that there is, which then
+    gives way: a graph is worth how often it was replayed, lately, times the seconds that saved. The
+    last ones, as many as there are budgets, each take whatever their budget holds."""
 
     max_graph_bytes: int | None = None
     """Device memory that an encoder's graphs and their buffers may take; ``None`` for any. A graph
