@@ -258,7 +258,7 @@ class Plans:
         padded = not plan.replays or spent - tokens > _TOLERATED_PADDING * spent
         by_choice = all(part.reason is Reason.NOT_FASTER for part in plan.eager)
         # Half of the graphs are left to the budgets, which serve everything else.
-        room = 2 * len(self._store.entries) < self._config.max_graphs and not self._is_scarce()
+        room = 2 * len(self._store.entries) < self._config.max_graphs
         if not (by_choice and self.lazy and room and tokens <= self._planner.budgets[-1]):
             return plan
         items = tuple(range(len(batch.items)))

@@ -96,7 +96,7 @@ def test_the_least_useful_graph_gives_way_to_one_that_is_clearly_more_useful() -
 def test_where_there_is_room_for_few_graphs_each_takes_all_that_its_budget_holds(
     calls: tuple[list[int], ...],
 ) -> None:
-    manager = make_manager(max_graphs=3, max_items=16, exact_after=2)
+    manager = make_manager(max_graphs=3, max_items=16, exact_after=0)
     serve(manager, *calls, *calls)
     stats = manager.stats()
     assert (stats.misses, stats.replays) == ({}, 2 * len(calls))
@@ -108,7 +108,7 @@ def test_where_there_is_room_for_few_graphs_each_takes_all_that_its_budget_holds
 
 def test_room_is_kept_for_a_graph_a_budget_that_takes_all() -> None:
     """The first of four may be for few, the others are for whatever comes."""
-    manager = make_manager(max_graphs=4, max_items=16, exact_after=2)
+    manager = make_manager(max_graphs=4, max_items=16, exact_after=0)
     serve(manager, [8], [30], [16], [2, 2, 4], [2] * 8, [2] * 16, [8], [30], [30])
     stats = manager.stats()
     assert (stats.misses, stats.replays) == ({}, 9)
@@ -131,13 +131,12 @@ def test_whether_room_is_scarce_is_asked_again_once_there_is_another_graph() -> 
     ]
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(3, {16}), (64, {10, 16})])
-def test_room_that_is_kept_is_none_for_graphs_of_exactly_some_tokens(
-    limit: int, expected: set[int]
-) -> None:
-    manager = make_manager(max_graphs=limit, exact_after=2)
+def test_a_size_that_keeps_coming_gets_its_graph_where_room_is_scarce() -> None:
+    manager = make_manager(max_graphs=3, max_items=16, exact_after=2)
     serve(manager, *[[10]] * 4)
-    assert budgets(manager) == expected
+    assert budgets(manager) == {10, 16}
+    serve(manager, [30], [8], [2] * 4, [4, 4], [8, 8], [2] * 16)  # all others are still served
+    assert manager.stats().misses == {}
 
 
 @pytest.mark.parametrize("broken", ["raises", "empty", "kinds"])
