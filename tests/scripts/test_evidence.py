@@ -83,7 +83,7 @@ def test_the_bench_takes_what_it_is_given(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = [p.command for p in parts(tmp_path, 1).values() if "bench" in p.command]
-    assert len(given) == 4
+    assert len(given) == 6
     for command in given:
         options = parser.parse_args(command[command.index("bench") + 1 :])
         assert set(options.model or ()) <= set(list_recipes())
