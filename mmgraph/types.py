@@ -95,6 +95,13 @@ class EncoderItemSpec:
     geometry: tuple[int, ...] = ()
     is_rest: bool = False
 
+    @property
+    def squares(self) -> int:
+        """Squares of the lengths of its segments of the first kind: what attention computes."""
+        if not self.num_segments:
+            return 0
+        return self.num_segments[0] * self.max_seqlen[0] ** 2
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderBatch:

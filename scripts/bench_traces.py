@@ -2,12 +2,12 @@
 
     python -m scripts.bench_traces --model qwen2.5-vl-7b --out docs/benchmarks/DATE-MACHINE
 
-Each way has a tower of its own, so that all can take turns: a kind of call is timed in all of
-them before the next one comes. A kind that comes three times or more is called a few times first,
-so that graphs are captured as they would be after some minutes of service, and is then timed (the
-fastest of `--repeats`). A rarer kind is timed as it comes, once, and again where a graph was
-captured for it meanwhile. What mmgraph doesn't do clearly faster than eager mode is timed some more
-times in all of them.
+Each way has a tower of its own, and first plans every call of the trace in its order, without
+computing it: so the graphs are there that would be after a while of such service. Then all take
+turns: a kind of call is timed in all of them before the next one comes. A kind that comes three
+times or more is called once and then timed (the fastest of `--repeats`). A rarer kind is timed as
+it comes, once, and again where a graph was captured for it meanwhile. What mmgraph doesn't do
+clearly faster than eager mode is timed some more times in all of them.
 
 Where `--kinds` or `--seconds` bound what is timed, frequent and rare kinds come in turn, the rare
 ones in an order drawn by chance. Each counts as often as it occurs, and stands for the calls of its
@@ -23,7 +23,8 @@ Ways:
 - usual, our kernels: the same with everything that mmgraph does to the tower itself.
 - mmgraph, as few: with as many graphs as these, their budgets fitted to the trace as
   ``mmgraph plan`` does it.
-- mmgraph, fitted: the same with 16 graphs.
+- mmgraph, fitted: with 16 graphs, 8 of them for budgets fitted to the trace; the others are of
+  exactly the sizes that come often.
 - mmgraph: with its default settings, but for `--max-graphs`.
 """
 
@@ -59,7 +60,7 @@ from scripts.traces_records import (
     weights_of,
 )
 from scripts.traces_timing import Lane, Race
-from scripts.usual_planner import plan_as_usual
+from scripts.usual_planner import plan_as_usual, plan_only
 
 __all__ = ["WAYS", "Bench"]
 
@@ -75,10 +76,9 @@ _PLAIN: dict[str, Any] = dict.fromkeys(
     False,
 )
 _USUAL: dict[str, Any] = {"mode": "full", "exact_after": 0}
-_SETTLING_CALLS = 10
 CPU = torch.device("cpu")
 _FITTED = 16
-"""Graphs, and budgets, of the way whose budgets are fitted to the trace."""
+"""Graphs of the way whose budgets are fitted to the trace; it has half as many budgets."""
 
 
 class Bench:
@@ -131,8 +131,7 @@ class Bench:
             now = self._clock()
             until = now + max(0.0, end - now) / (len(self._traces) - done)
             trace = make_trace(name, self.recipe.family, calls=calls)
-            counts = Counter(tuple(map(self._shrunk, call)) for call in trace.calls)
-            yield name, self._trace(counts, until)
+            yield name, self._trace([tuple(map(self._shrunk, call)) for call in trace.calls], until)
 
     def _shrunk(self, grid: Grid) -> Grid:
         merge, n = self._merge, self._shrink
@@ -140,8 +139,8 @@ class Bench:
         return t, max(merge, h // n // merge * merge), max(merge, w // n // merge * merge)
 
     @torch.no_grad()
-    def _trace(self, counts: Counter[Kind], end: float) -> dict[str, Any]:
-        start = self._clock()
+    def _trace(self, calls: Sequence[Kind], end: float) -> dict[str, Any]:
+        start, counts = self._clock(), Counter(calls)
         shape = (max(tokens_of(kind) for kind in counts), self._width)
         generator = torch.Generator(self.device).manual_seed(0)
         self._patches = torch.randn(
@@ -150,6 +149,8 @@ class Bench:
         with ExitStack() as stack:
             lanes = {way: make(self, stack, way, counts) for way, make in WAYS.items()}
             eager, *others = lanes.values()
+            for lane in others:
+                lane.result.settling_s += self._timed(lane.plan, calls)
             race = Race(eager, others, repeats=self._repeats, wait=self._wait, clock=self._clock)
             timed = race.run(in_turn(counts)[: self._kinds], counts, end)
             for lane in lanes.values():
@@ -174,6 +175,13 @@ class Bench:
             "by_kind": by_kind(timed, weights, results),
         }
 
+    def _timed(self, plan: Callable[[Kind], None], calls: Sequence[Kind]) -> float:
+        start = self._clock()
+        for kind in calls:
+            plan(kind)
+        self._wait()
+        return self._clock() - start
+
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -191,9 +199,9 @@ class Bench:
         """The tower with graphs."""
         tower = self.towers[way]
         handle = stack.enter_context(attach(tower, config))
-        # A graph comes with the first call that wants it, one of an exact size after some more.
-        settling = _SETTLING_CALLS if config.exact_after else 2
-        return Lane(tower, self.call, settling, handle.stats, way.startswith("mmgraph")), handle
+        lane = Lane(tower, self.call, handle.stats, is_ours=way.startswith("mmgraph"))
+        lane.plan = lambda kind: plan_only(handle, self.call(kind))
+        return lane, handle
 
     def usual(self, stack: ExitStack, way: str, counts: Counter[Kind], **config: Any) -> Lane:
         """Powers of two."""
@@ -209,12 +217,15 @@ class Bench:
         plan_as_usual(handle, budgets, map(self.call, counts))
         return lane
 
-    def fitted(self, stack: ExitStack, way: str, counts: Counter[Kind], number: int) -> Lane:
-        """Budgets for this trace, and as many graphs."""
+    def fitted(
+        self, stack: ExitStack, way: str, counts: Counter[Kind], number: int, graphs: int
+    ) -> Lane:
+        """So many budgets for this trace; graphs beyond them are of exactly some tokens."""
         budgets = fitted_budgets(counts, number, self._merge**2)
-        items = max(1, min(8, budgets[-1] // 4))
-        settings = {"token_budgets": budgets, "max_graphs": number, "max_items": items}
-        return self.attached(stack, way, GraphConfig(**settings, exact_after=0))[0]
+        settings: dict[str, Any] = {} if graphs > number else {"exact_after": 0}
+        settings["max_items"] = max(1, min(8, budgets[-1] // 4))
+        config = GraphConfig(token_budgets=budgets, max_graphs=graphs, **settings)
+        return self.attached(stack, way, config)[0]
 
 
 def usual_budgets(kinds: Iterable[Kind]) -> tuple[int, ...]:
@@ -223,12 +234,18 @@ def usual_budgets(kinds: Iterable[Kind]) -> tuple[int, ...]:
     return power_of_two_budgets(min(items), max(min(16384, 4 * max(items)), max(items)))
 
 
+def _as_few(counts: Iterable[Kind]) -> tuple[int, int]:
+    """As many budgets and graphs as there are powers of two."""
+    number = len(usual_budgets(counts))
+    return number, number
+
+
 WAYS: dict[str, Callable[[Bench, ExitStack, str, Counter[Kind]], Lane]] = {
     "eager": Bench.eager,
     "usual": lambda bench, *args: bench.usual(*args, **_PLAIN),
     "usual, our kernels": Bench.usual,
-    "mmgraph, as few": lambda bench, *args: bench.fitted(*args, len(usual_budgets(args[-1]))),
-    "mmgraph, fitted": lambda bench, *args: bench.fitted(*args, _FITTED),
+    "mmgraph, as few": lambda bench, *args: bench.fitted(*args, *_as_few(args[-1])),
+    "mmgraph, fitted": lambda bench, *args: bench.fitted(*args, _FITTED // 2, _FITTED),
     "mmgraph": lambda bench, stack, way, _: bench.attached(stack, way, bench.config)[0],
 }
 

@@ -31,16 +31,16 @@ class Lane:
     Attributes:
         tower: Its own tower.
         call: The arguments of a call of a kind.
-        settling: How often a frequent kind is called before it is timed, at most.
         stats: Counters of the tower.
+        plan: Plans a call of a kind, and captures what it wants, without computing it.
         is_ours: Whether it is held against eager mode.
         result: What was found.
     """
 
     tower: Callable[..., Any]
     call: Callable[[Kind], Arguments]
-    settling: int = 1
     stats: Callable[[], EncoderStats] = EncoderStats
+    plan: Callable[[Kind], None] = lambda _: None
     is_ours: bool = False
     result: Result = field(default_factory=Result)
 
@@ -84,9 +84,7 @@ class Race:
     def _time(self, kind: Kind, count: int) -> None:
         frequent = is_frequent(count)
         for lane in self._lanes if frequent else ():
-            call = lane.call(kind)
-            for _ in range(min(lane.settling, count)):
-                lane.result.settling_s += self._once(lane, call)
+            lane.result.settling_s += self._once(lane, lane.call(kind))
         for nth in range(self._repeats if frequent else 1):
             start = nth % len(self._lanes)  # another one begins
             for lane in (*self._lanes[start:], *self._lanes[:start]):

@@ -12,7 +12,7 @@ from mmgraph.manager import Plan, Replay
 from mmgraph.manager.plan import Eager, Graphs, Planner
 from mmgraph.types import EncoderBatch, Reason
 
-__all__ = ["UsualPlanner", "plan_as_usual"]
+__all__ = ["UsualPlanner", "plan_as_usual", "plan_only"]
 
 
 class UsualPlanner(Planner):
@@ -61,3 +61,10 @@ def plan_as_usual(
         longest = [None if k == 0 else max(s.max_seqlen[k] for s in specs) for k in each]
         planner = UsualPlanner(budgets, segments, longest)
         manager._planner = manager._plans._planner = planner
+
+
+def plan_only(handle: Handle, call: Mapping[str, torch.Tensor]) -> None:
+    """Plan a call in attached encoders, capturing what they would for it, but compute nothing."""
+    for manager in handle._managers():
+        with manager._lock:
+            manager._plans.plan(manager.model.item_specs(call))

@@ -9,7 +9,8 @@ import torch
 
 from mmgraph.graphs import GraphBackend, clean_up
 from mmgraph.graphs.backend import without_frames
-from mmgraph.manager.probes import Probes
+from mmgraph.manager.probes import Probe, Probes
+from mmgraph.manager.slopes import Slope
 from mmgraph.manager.verify import shortest
 from mmgraph.protocol import SupportsEncoderCudaGraph
 from mmgraph.types import EncoderFacts, GraphKey
@@ -19,6 +20,9 @@ __all__ = ["EagerTimes"]
 _CLEARLY = 3.0
 """Times as long as a replay, from which the one run of a check will do for the price."""
 
+_AS_MANY = 0.1
+"""Part of its tokens by which a call may be smaller than another one to be of the same size."""
+
 
 class EagerTimes:
     """Times calls in eager mode when graphs are captured, never while serving.
@@ -27,6 +31,7 @@ class EagerTimes:
         seconds: By the tokens of a call, for each call signature.
         alike: Tokens and seconds of the call that a graph was checked with, by its key, where
             another call of as many tokens doesn't leave it clear that the graph is faster.
+        slopes: What calls of as many tokens take more for their attention, by signature.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class EagerTimes:
     ) -> None:
         self.seconds: dict[Hashable, dict[int, float]] = {}
         self.alike: dict[GraphKey, tuple[int, float]] = {}
+        self.slopes: dict[Hashable, Slope] = {}
         self._model = model
         self._facts = facts
         self._backend = backend
@@ -71,27 +77,40 @@ class EagerTimes:
     def _time(
         self, key: GraphKey, known: dict[int, float], replay: float = 0.0, *, again: bool = False
     ) -> float:
-        probe = self._probes.of(key)[0]
-        num_tokens = sum(item.num_tokens for item in self._model.item_specs(probe.call).items)
+        probe, *others = self._probes.of(key)
+        num_tokens, squares = self._held(probe)
         before = known.get(num_tokens)
         if before is not None and not again and (not replay or before >= _CLEARLY * replay):
             return before
         seconds = probe.seconds
         if seconds is None or seconds < _CLEARLY * replay or not replay or again:
-            run = partial(self._model.embed_multimodal, **probe.call)
-            seconds = shortest(self._backend, run)
+            seconds = self._shortest(probe)
         if again:
             seconds = max(seconds, self.alike.get(key, (0, 0.0))[1])
             known[num_tokens] = max(seconds, known.get(num_tokens, 0.0))
         known.setdefault(num_tokens, seconds)
         if replay and seconds < _CLEARLY * replay:
             self.alike[key] = num_tokens, seconds
+            for other in others if not again else ():
+                tokens, held = self._held(other)
+                if held != squares and num_tokens - tokens < _AS_MANY * num_tokens:
+                    slope = self.slopes.setdefault(key.signature, Slope())
+                    slope.add(seconds - self._shortest(other), squares - held)
         return seconds
+
+    def _shortest(self, probe: Probe) -> float:
+        return shortest(self._backend, partial(self._model.embed_multimodal, **probe.call))
+
+    def _held(self, probe: Probe) -> tuple[int, int]:
+        """Tokens and squares of its items."""
+        items = self._model.item_specs(probe.call).items
+        return sum([item.num_tokens for item in items]), sum([item.squares for item in items])
 
     def clear(self) -> None:
         """Forget everything."""
         self.seconds.clear()
         self.alike.clear()
+        self.slopes.clear()
 
     def _smallest(self, key: GraphKey) -> GraphKey:
         """A key for one small item, of the kind of `key`."""

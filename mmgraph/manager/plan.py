@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from mmgraph.manager.prices import Measured, Prices
@@ -111,13 +112,20 @@ class Planner:
         alike = (prices, budgets, whole, graphs.may_capture, graphs.general is None)
         plan = self._alone.get(alike)
         if plan is None:
-            packing = pack(sizes, budgets, prices=self._prices(budgets, whole, prices))
+            packing = pack(
+                sizes,
+                budgets,
+                prices=prices.of_budgets(budgets),
+                own=self._own(batch, same, prices),
+                whole=self._cost_of_whole(batch, whole, prices),
+            )
             plan = self._replays(batch, packing, same, graphs, prices)
             if len(sizes) == 1 and whole and packing.bins == whole[:1] and plan.replays:
                 self._alone[alike] = plan
         if not plan.eager and plan.replays:
             tokens = [sum([sizes[i] for i in replay.items]) for replay in plan.replays]
-            if prices.eager_is_cheaper([replay.key for replay in plan.replays], tokens):
+            keys = [replay.key for replay in plan.replays]
+            if prices.eager_is_cheaper(keys, tokens, _squares(batch, plan.replays)):
                 return Plan((), (Eager(tuple(range(len(sizes))), Reason.NOT_FASTER),))
         return plan
 
@@ -139,7 +147,9 @@ class Planner:
                 continue
             parts = self._in_parts(batch, bin_.items, same, replace(graphs, may_capture=False))
             tokens = sum([batch.items[i].num_tokens for i in bin_.items])
-            if parts and _are_worth(parts, tokens, prices, in_eager=bool(packing.oversized)):
+            squares = _squares(batch, parts)
+            in_eager = bool(packing.oversized)
+            if parts and _are_worth(parts, tokens, squares, prices, in_eager=in_eager):
                 replays.extend(parts)
             else:
                 eager.append(Eager(bin_.items, self._reason(self.key_for(batch, bin_), graphs)))
@@ -259,17 +269,25 @@ class Planner:
         bin_ = Bin(tuple(range(len(batch.items))), budgets[position])
         return bin_, self.key_for(batch, bin_)
 
-    def _prices(
-        self, budgets: tuple[int, ...], whole: tuple[Bin, GraphKey] | None, prices: Prices
-    ) -> list[float]:
-        """What each budget costs; where one replay does, what its very graph was measured at."""
-        costs = prices.of_budgets(budgets)
-        if prices.are_measured and whole is not None:
-            bin_, key = whole
-            seconds = prices.of_replays([key])
-            position = bisect_left(budgets, bin_.budget)
-            costs[position] = costs[position] if seconds is None else seconds
-        return costs
+    def _cost_of_whole(
+        self, batch: EncoderBatch, whole: tuple[Bin, GraphKey] | None, prices: Prices
+    ) -> float | None:
+        """What one replay of the whole batch costs, if its very graph was measured."""
+        if whole is None or not prices.are_measured:
+            return None
+        return prices.of_graph(whole[1], sum([item.squares for item in batch.items]))
+
+    def _own(
+        self, batch: EncoderBatch, same: Sequence[GraphKey], prices: Prices
+    ) -> Sequence[float]:
+        """What each of several items costs in a graph of exactly its tokens, if there are any."""
+        exact = {key for key in same if key.uniform and len(batch.items) > 1}
+        costs = [inf] * len(batch.items)
+        for i, item in enumerate(batch.items) if exact else ():
+            key = self.key_for(batch, Bin((i,), item.num_tokens))
+            cost = prices.of_graph(key, item.squares) if key in exact else None
+            costs[i] = inf if cost is None else cost
+        return costs if min(costs, default=inf) < inf else ()
 
     def _choose(
         self, exact: GraphKey, captured: Sequence[GraphKey], graphs: Graphs
@@ -299,14 +317,22 @@ class Planner:
         return graphs.missing if num_tokens <= self.budgets[-1] else Reason.ABOVE_BUDGET
 
 
-def _are_worth(parts: Sequence[Replay], tokens: int, prices: Prices, *, in_eager: bool) -> bool:
+def _squares(batch: EncoderBatch, replays: Sequence[Replay]) -> list[int]:
+    """What each of `replays` would hold of ``EncoderItemSpec.squares``."""
+    return [sum([batch.items[i].squares for i in replay.items]) for replay in replays]
+
+
+def _are_worth(
+    parts: Sequence[Replay], tokens: int, squares: Sequence[int], prices: Prices, *, in_eager: bool
+) -> bool:
     """Whether several replays may be cheaper than eager mode for a bin of `tokens`.
 
     Where eager mode runs `in_eager` anyway they have to be cheaper than what the bin adds to it.
     Else the plan as a whole is compared with eager mode, if that was measured.
     """
     keys = [replay.key for replay in parts]
-    replays, eager, least = prices.of_replays(keys), prices.of_eager(tokens), prices.of_eager(0)
+    replays = prices.of_replays(keys, squares)
+    eager, least = prices.of_eager(tokens), prices.of_eager(0)
     if replays is None or eager is None or least is None:
         spent = sum(REPLAY(key.token_budget) for key in keys)
         return spent <= _IN_PARTS * REPLAY(tokens)

@@ -21,6 +21,8 @@ __all__ = ["Plans"]
 _logger = get_logger(__name__)
 _REMEMBERED = 256
 _TOLERATED_PADDING = 0.04
+_WORTH = 0.02
+"""Of its own time, what a graph of exactly one item has to save at least."""
 _ROUNDS = 2
 
 
@@ -90,6 +92,8 @@ class Plans:
         """
         known = self._known.get(batch)
         if known is None:
+            if self._recurring(batch, counted=False):
+                return None
             plan = self._planner.plan(batch, self._graphs(may_capture=True))
             captured = all(replay.key in self._store.entries for replay in plan.replays)
             is_ready = captured and plan.replays and not plan.eager
@@ -103,6 +107,8 @@ class Plans:
         known = self._known[batch]
         known.uses += 1
         self._demand.call()
+        if known.uses == 1:
+            self._wish(batch)
         for replay in known.plan.replays:
             self._demand.add(replay.key)
 
@@ -111,6 +117,9 @@ class Plans:
         self._demand.call()
         known = self._known.get(batch)
         if known is None:
+            self._wish(batch)
+            for key in self._recurring(batch, counted=True):
+                self._capture_exact(key)
             plan = self._make(batch, uses=1)
         else:
             known.uses += 1
@@ -257,9 +266,7 @@ class Plans:
         spent = sum(replay.key.token_budget for replay in plan.replays)
         padded = not plan.replays or spent - tokens > _TOLERATED_PADDING * spent
         by_choice = all(part.reason is Reason.NOT_FASTER for part in plan.eager)
-        # Half of the graphs are left to the budgets, which serve everything else.
-        room = 2 * len(self._store.entries) < self._config.max_graphs
-        if not (by_choice and self.lazy and room and tokens <= self._planner.budgets[-1]):
+        if not (by_choice and self._has_room_for_exact() and tokens <= self._planner.budgets[-1]):
             return plan
         items = tuple(range(len(batch.items)))
         key = self._planner.key_for(batch, Bin(items, tokens))
@@ -268,19 +275,74 @@ class Plans:
             return plan
         if key not in self._store.entries:
             self._capture(key)
-        if key not in self._store.entries or not self._is_faster(key, plan):
+        if key not in self._store.entries or not self._is_faster(key, plan, batch):
             return plan
         return Plan((Replay(items, key),), ())
 
-    def _is_faster(self, key: GraphKey, plan: Plan) -> bool:
+    def _has_room_for_exact(self) -> bool:
+        """Whether there may be more graphs of exactly some tokens.
+
+        Half of the graphs are left to the budgets, which serve everything else.
+        """
+        entries, most = self._store.entries, self._config.max_graphs
+        exact = sum(key.token_budget not in self._planner.budgets for key in entries)
+        return self.lazy and 2 * exact < most and len(entries) < most
+
+    def _wish(self, batch: EncoderBatch) -> None:
+        """Count the items of a batch of several that come in a company that is new."""
+        for key in self._keys_of_items(batch):
+            self._demand.add(key)
+
+    def _recurring(self, batch: EncoderBatch, *, counted: bool) -> list[GraphKey]:
+        """Graphs to capture for single items of `batch`, since these came often enough by now.
+
+        Args:
+            batch: Of several items.
+            counted: Whether this time is counted already.
+        """
+        keys = self._keys_of_items(batch)
+        if not keys or not self._has_room_for_exact():
+            return []
+        least = self._config.exact_after - (not counted)
+        return [key for key in keys if self._demand.wanted(key, least)]
+
+    def _keys_of_items(self, batch: EncoderBatch) -> list[GraphKey]:
+        """Keys of exactly one item of a batch of several, where there is no such graph yet."""
+        items, store = batch.items, self._store
+        if len(items) < 2 or not self._config.exact_after or not self.lazy:
+            return []
+        keys = dict.fromkeys(
+            self._planner.key_for(batch, Bin((i,), item.num_tokens))
+            for i, item in enumerate(items)
+            if item.num_tokens <= self.largest_budget
+        )
+        return [k for k in keys if k.uniform and k not in store.entries and k not in store.failed]
+
+    def _capture_exact(self, key: GraphKey) -> None:
+        """Capture a graph of exactly one item, and keep it where no other serves that as fast."""
+        if not self._has_room_for_exact():
+            return
+        self._capture(key)
+        seconds = self._store.measured.replays.get(key)
+        if seconds is not None and saving(key, self._store.measured) < _WORTH * seconds:
+            self._store.drop(key, Reason.NOT_FASTER)
+
+    def _is_faster(self, key: GraphKey, plan: Plan, batch: EncoderBatch) -> bool:
         store = self._store
         if not store.backend.is_timed:
             return True
         if plan.replays:
-            limit = sum(store.seconds(replay.key) for replay in plan.replays)
+            limit = sum(self._seconds(replay, batch) for replay in plan.replays)
         else:
             limit = in_eager(key, key.token_budget, store.measured) or 0.0
-        if store.seconds(key) < limit:
+        if self._seconds(Replay(tuple(range(len(batch.items))), key), batch) < limit:
             return True
         store.drop(key, Reason.NOT_FASTER)
         return False
+
+    def _seconds(self, replay: Replay, batch: EncoderBatch) -> float:
+        """What a replay takes now for its part of `batch`."""
+        seconds, measured = self._store.seconds(replay.key), self._store.measured
+        held = sum(batch.items[i].squares for i in replay.items)
+        full, part = measured.replay(replay.key), measured.replay(replay.key, held)
+        return seconds * part / full if full and part else seconds

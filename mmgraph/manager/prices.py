@@ -14,6 +14,8 @@ PER_REPLAY = 30e-6
 """Seconds of what goes with a replay: copies into buffers and out of them, and their launches."""
 
 _CLEARLY = 0.98
+_LEAST = 0.1
+"""Of what a replay was measured at, the part that is there whatever the call holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,31 @@ class Measured:
         eager: Seconds of a call in eager mode by its tokens, for each call signature.
         alike: Seconds in eager mode of the very call that a graph was timed with, and its tokens,
             where those of a call of as many tokens don't say enough.
+        squares: What that call holds of ``EncoderItemSpec.squares``, by key.
+        slopes: Seconds of a replay that one of these takes, for each call signature; 0 or more.
+        eager_slopes: The same in eager mode.
     """
 
     replays: Mapping[GraphKey, float] = field(default_factory=dict)
     eager: Mapping[Hashable, Mapping[int, float]] = field(default_factory=dict)
     alike: Mapping[GraphKey, tuple[int, float]] = field(default_factory=dict)
+    squares: Mapping[GraphKey, int] = field(default_factory=dict)
+    slopes: Mapping[Hashable, float] = field(default_factory=dict)
+    eager_slopes: Mapping[Hashable, float] = field(default_factory=dict)
+
+    def replay(self, key: GraphKey, squares: int | None = None) -> float | None:
+        """Seconds of a replay of `key`; ``None`` where that was never measured.
+
+        Args:
+            key: The graph.
+            squares: What the call holds of ``EncoderItemSpec.squares``; ``None`` for as much as the
+                call that the graph was timed with.
+        """
+        seconds = self.replays.get(key)
+        if seconds is None or squares is None or key.uniform or key not in self.squares:
+            return seconds
+        less = self.slopes.get(key.signature, 0.0) * (self.squares[key] - squares)
+        return max(_LEAST * seconds, seconds - less)
 
 
 class Prices:
@@ -50,7 +72,7 @@ class Prices:
         measured: Measured,
     ) -> None:
         self._measured = measured
-        points = _points(keys, longest, measured.replays)
+        points = _points(keys, longest, measured)
         self._replays = Curve(points, int(REPLAY.fixed)) if points else None
         eager = measured.eager.get(signature)
         self._eager = Curve(eager, int(EAGER.fixed), floor=True) if eager else None
@@ -61,25 +83,45 @@ class Prices:
         return self._replays is not None
 
     def of_budgets(self, budgets: Sequence[int]) -> list[float]:
-        """What a replay of each budget costs: seconds, or tokens where nothing was measured."""
+        """What a replay of each budget costs: seconds, or tokens where nothing was measured.
+
+        Without what its items' squares cost, as far as that is known: that is the same in all.
+        """
         if self._replays is None:
             return [REPLAY(budget) for budget in budgets]
         return [PER_REPLAY + self._replays(budget) for budget in budgets]
 
-    def of_replays(self, keys: Sequence[GraphKey]) -> float | None:
+    def of_graph(self, key: GraphKey, squares: int) -> float | None:
+        """What a replay of `key` costs, as ``of_budgets`` counts it; ``None`` if that isn't known.
+
+        Args:
+            key: Of a graph.
+            squares: See :meth:`Measured.replay`.
+        """
+        if self._replays is None:
+            return REPLAY(key.token_budget)
+        seconds = self._measured.replay(key, squares)
+        if seconds is None:
+            return None
+        return PER_REPLAY + seconds - self._measured.slopes.get(key.signature, 0.0) * squares
+
+    def of_replays(self, keys: Sequence[GraphKey], squares: Sequence[int]) -> float | None:
         """Seconds of replays of `keys` together; ``None`` where one was never measured."""
         seconds = 0.0
-        for key in keys:
-            if key not in self._measured.replays:
+        for key, held in zip(keys, squares, strict=True):
+            replay = self._measured.replay(key, held)
+            if replay is None:
                 return None
-            seconds += PER_REPLAY + self._measured.replays[key]
+            seconds += PER_REPLAY + replay
         return seconds
 
     def of_eager(self, num_tokens: int) -> float | None:
         """Seconds of a call in eager mode; ``None`` where it was never measured."""
         return None if self._eager is None else self._eager(num_tokens)
 
-    def of_eager_instead(self, keys: Sequence[GraphKey], tokens: Sequence[int]) -> float | None:
+    def of_eager_instead(
+        self, keys: Sequence[GraphKey], tokens: Sequence[int], squares: Sequence[int | None]
+    ) -> float | None:
         """Seconds of one call in eager mode for what replays of `keys` would serve.
 
         A replay is timed on segments as long as its key allows. Where eager mode was timed on the
@@ -88,23 +130,40 @@ class Prices:
         Args:
             keys: Of the replays.
             tokens: What each would serve.
+            squares: What each would hold, see :meth:`Measured.replay`.
         """
         if self._eager is None:
             return None
-        alike = [self._measured.alike.get(key) for key in keys]
+        measured = self._measured
+        alike = [measured.alike.get(key) for key in keys]
         if not any(alike):
             return self._eager(sum(tokens))
         least = min([self._eager(0), *(own[1] for own in alike if own is not None)])
-        seconds = [
-            self._eager(n) if own is None else least + (own[1] - least) * n / own[0]
-            for own, n in zip(alike, tokens, strict=True)
-        ]
-        return least + sum(max(0.0, s - least) for s in seconds)
+        above = 0.0
+        for key, own, num_tokens, held in zip(keys, alike, tokens, squares, strict=True):
+            if own is None:
+                above += max(0.0, self._eager(num_tokens) - least)
+                continue
+            part = num_tokens / own[0]
+            seconds = (own[1] - least) * part
+            if held is not None and key in measured.squares:
+                slope = measured.eager_slopes.get(key.signature, 0.0)
+                seconds += slope * (held - measured.squares[key] * part)
+            above += max(0.0, seconds)
+        return least + above
 
-    def eager_is_cheaper(self, keys: Sequence[GraphKey], tokens: Sequence[int]) -> bool:
-        """Whether a call in eager mode is clearly cheaper than replays of `keys` for `tokens`."""
-        replays = self.of_replays(keys)
-        eager = None if replays is None else self.of_eager_instead(keys, tokens)
+    def eager_is_cheaper(
+        self, keys: Sequence[GraphKey], tokens: Sequence[int], squares: Sequence[int]
+    ) -> bool:
+        """Whether a call in eager mode is clearly cheaper than replays of `keys`.
+
+        Args:
+            keys: Of the replays.
+            tokens: What each would serve.
+            squares: What each would hold, see :meth:`Measured.replay`.
+        """
+        replays = self.of_replays(keys, squares)
+        eager = None if replays is None else self.of_eager_instead(keys, tokens, squares)
         return replays is not None and eager is not None and eager < _CLEARLY * replays
 
 
@@ -124,10 +183,13 @@ def saving(key: GraphKey, measured: Measured, gone: Collection[GraphKey] = ()) -
     if replay is None or eager is None:
         return 1e-3
     instead = eager - PER_REPLAY
-    for other, seconds in measured.replays.items():
+    held = _squares(key, measured)
+    for other in measured.replays:
+        seconds = measured.replay(other, held)
         # Which covers which is asked last: it takes the longest.
         if (
-            seconds < instead
+            seconds is not None
+            and seconds < instead
             and other.token_budget >= key.token_budget
             and other not in gone
             and other != key
@@ -135,6 +197,13 @@ def saving(key: GraphKey, measured: Measured, gone: Collection[GraphKey] = ()) -
         ):
             instead = seconds
     return max(1e-9, instead - replay)
+
+
+def _squares(key: GraphKey, measured: Measured) -> int | None:
+    """What a call holds that `key` is timed with; ``None`` if that isn't known."""
+    if key.uniform and key.uniform[0]:
+        return key.segment_capacity[0] * key.max_seqlen[0] ** 2
+    return measured.squares.get(key)
 
 
 def _expected(key: GraphKey, measured: Measured) -> float | None:
@@ -149,22 +218,23 @@ def in_eager(key: GraphKey, num_tokens: int, measured: Measured) -> float | None
     """Seconds in eager mode of a call of the kind of `key`; ``None`` where that isn't known."""
     known = measured.eager.get(key.signature)
     if known and key in measured.alike:
-        return Prices(key.signature, (), (), measured).of_eager_instead([key], [num_tokens])
+        return Prices(key.signature, (), (), measured).of_eager_instead([key], [num_tokens], [None])
     return Curve(known, int(EAGER.fixed), floor=True)(num_tokens) if known else None
 
 
 def _points(
-    keys: Sequence[GraphKey], longest: Sequence[int], seconds: Mapping[GraphKey, float]
+    keys: Sequence[GraphKey], longest: Sequence[int], measured: Measured
 ) -> dict[int, float]:
     """Seconds by budget of graphs that take segments as long as `longest`, or come close to it."""
     fitting: dict[int, float] = {}
     others: dict[int, float] = {}
     for key in keys:
-        if key in seconds and not key.uniform:  # a graph for segments of one length serves few
+        seconds = measured.replay(key, 0)
+        if seconds is not None and not key.uniform:  # one for segments of one length serves few
             budget = key.token_budget
             fits = all(a >= min(b, budget) for a, b in zip(key.max_seqlen, longest, strict=True))
             if fits:
-                fitting[budget] = min(seconds[key], fitting.get(budget, seconds[key]))
+                fitting[budget] = min(seconds, fitting.get(budget, seconds))
             else:
-                others[budget] = max(seconds[key], others.get(budget, 0.0))
+                others[budget] = max(seconds, others.get(budget, 0.0))
     return {**others, **fitting}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from mmgraph.manager.limit import Limit
 from mmgraph.manager.prices import Measured
 from mmgraph.manager.probes import Probes
 from mmgraph.manager.ranges import Ranges
+from mmgraph.manager.slopes import Slope
 from mmgraph.manager.verify import shortest
 from mmgraph.policy import segment_tier
 from mmgraph.protocol import SupportsEncoderCudaGraph
@@ -65,6 +67,8 @@ class GraphStore:
         self.eager_times = EagerTimes(model, facts, backend, self.probes)
         self.limit = Limit(max_bytes)
         self._retained = 0
+        self._squares: dict[GraphKey, int] = {}
+        self._slopes: dict[Hashable, Slope] = {}
         self._measured: Measured | None = None
         self._range = Ranges(facts.name)
         self._warn_once = WarnOnce(_logger)
@@ -88,6 +92,7 @@ class GraphStore:
         self.failed.clear()
         self.too_large.clear()
         self.eager_times.clear()
+        self._slopes.clear()
         self._measured = None
         self._capturer.model_changed()
 
@@ -138,6 +143,7 @@ class GraphStore:
     def _close(self, key: GraphKey) -> None:
         graph = self.entries.pop(key).graph
         self.eager_times.alike.pop(key, None)
+        self._squares.pop(key, None)
         self._measured = None
         if self.backend.name == "cuda":  # a pool gives memory back with its last graph only
             self._retained = self._retained + graph.num_bytes if self.entries else 0
@@ -154,13 +160,15 @@ class GraphStore:
 
         Graphs share their buffers: what another one left there may lead its own out of bounds.
         """
+        probes = self.probes.of(key)
+        return self._seconds(key, probes[0].call if probes else None)
+
+    def _seconds(self, key: GraphKey, call: Mapping[str, Any] | None) -> float:
         entry = self.entries[key]
         with self.backend.ordered():
-            probes = self.probes.of(key)
-            if not probes:
+            if call is None:
                 self._arena(key).views(self._model.capture_inputs(key))  # fills them
             else:
-                call = probes[0].call
                 batch = self._model.item_specs(call)
                 items = tuple(range(len(batch.items)))
                 entry.buffers.load(self._model.replay_inputs(call, batch, items, key))
@@ -214,7 +222,14 @@ class GraphStore:
             seconds = {key: entry.replay_seconds for key, entry in self.entries.items()}
             replays = {key: s for key, s in seconds.items() if s is not None}
             times = self.eager_times
-            self._measured = Measured(replays, times.seconds, times.alike)
+            self._measured = Measured(
+                replays,
+                times.seconds,
+                times.alike,
+                dict(self._squares),
+                {signature: slope.value for signature, slope in self._slopes.items()},
+                {signature: slope.value for signature, slope in times.slopes.items()},
+            )
         return self._measured
 
     def _measured_or_freed(self, key: GraphKey) -> CaptureError | None:
@@ -241,8 +256,21 @@ class GraphStore:
         if self.eager_times.measure(key, seconds) < seconds:  # rare: not for a moment's hitch
             seconds = min(seconds, self.seconds(key))
             self.eager_times.measure(key, seconds, again=True)
+        self._compare_probes(key, seconds)
         self.entries[key].replay_seconds = seconds
         self._measured = None
+
+    @torch.no_grad()
+    def _compare_probes(self, key: GraphKey, seconds: float) -> None:
+        """Note what a graph that took `seconds` for its first probe takes for the second one."""
+        calls = [probe.call for probe in self.probes.of(key)]
+        if not calls:
+            return
+        held = [sum([i.squares for i in self._model.item_specs(c).items]) for c in calls]
+        self._squares[key] = held[0]
+        if held[1:] and held[0] != held[1] and not key.uniform:
+            slope = self._slopes.setdefault(key.signature, Slope())
+            slope.add(seconds - self._seconds(key, calls[1]), held[0] - held[1])
 
     def attempt(self, key: GraphKey) -> CaptureError | None:
         """Capture `key` and say nothing; where memory runs out, free what the attempt left."""

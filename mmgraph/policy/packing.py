@@ -9,8 +9,9 @@ for each.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mmgraph.policy.search import PriceList, divide, price_list
@@ -27,7 +28,8 @@ class Bin:
 
     Attributes:
         items: Indices of the items, ascending.
-        budget: The cheapest budget that holds them: the smallest, where costs rise with budgets.
+        budget: The cheapest budget that holds them: the smallest, where costs rise with budgets. Or
+            the tokens of one item that has a graph of its own.
     """
 
     items: tuple[int, ...]
@@ -57,6 +59,8 @@ def pack(
     overhead: int = 256,
     *,
     prices: Sequence[float] | None = None,
+    own: Sequence[float] = (),
+    whole: float | None = None,
 ) -> Packing:
     """Divide items of `sizes` tokens over replays of the ascending `budgets`.
 
@@ -65,6 +69,11 @@ def pack(
         budgets: Ascending budgets in tokens.
         overhead: What a further replay costs, in tokens, where no `prices` are given.
         prices: Cost of a replay of each budget, positive, in any unit.
+        own: Cost of each item in a graph of exactly its tokens, infinity where it has none; or
+            nothing. It is below zero where something of the item that costs as much in every budget
+            is left out of `prices`, and less of it falls due there.
+        whole: Cost of a replay of all items in the smallest budget that holds them, where that is
+            known better than by `prices`.
     """
     largest = budgets[-1] if budgets else 0
     fitting = [i for i, size in enumerate(sizes) if size <= largest]
@@ -72,35 +81,89 @@ def pack(
     if not fitting:
         return Packing((), oversized)
     costs = [b + overhead for b in budgets] if prices is None else prices
-    prices_ = price_list(tuple(budgets), tuple(costs))
-    bins = _divided([sizes[i] for i in fitting], prices_)
-    return Packing(_bins(bins, fitting, sizes, prices_), oversized)
-
-
-def _divided(sizes: list[int], prices: PriceList) -> Sequence[Sequence[int]]:
-    """The sizes that go together."""
-    if len(sizes) == 1:
-        return [sizes]
-    if len(sizes) <= EXACT_ITEMS:
-        return divide_exactly(sizes, prices.budgets, prices.prices)
-    found, certain = divide(sizes, prices, _MAX_FILLINGS)
-    if certain:
-        return found
-    alone = [[size] for size in sizes]
-    return min(found, alone, key=lambda bins: sum(prices.of(sum(b)) for b in bins))
-
-
-def _bins(
-    bins: Sequence[Sequence[int]], fitting: list[int], sizes: Sequence[int], prices: PriceList
-) -> tuple[Bin, ...]:
-    """Give each size an item that has it, in the order of the call."""
-    items: dict[int, deque[int]] = {}
-    for i in fitting:
-        items.setdefault(sizes[i], deque()).append(i)
-    return tuple(
-        Bin(
-            tuple(sorted([items[size].popleft() for size in bin_])),
-            prices.budgets[prices.fit(sum(bin_))],
-        )
-        for bin_ in bins
+    items = _Items(
+        [sizes[i] for i in fitting],
+        price_list(tuple(budgets), tuple(costs)),
+        [own[i] for i in fitting] if own else (),
+        _one_for_all(sum(sizes), budgets, costs, whole),
     )
+    bins = [Bin(tuple(fitting[i] for i in b.items), b.budget) for b in items.bins()]
+    return Packing(tuple(bins), oversized)
+
+
+def _one_for_all(
+    total: int, budgets: Sequence[int], costs: Sequence[float], whole: float | None
+) -> tuple[float, int] | None:
+    """Cost and budget of the cheapest replay of all items, if `whole` says more than `costs`."""
+    fit = bisect_left(budgets, total)
+    if whole is None or fit == len(budgets):
+        return None
+    return min([(whole, budgets[fit]), *zip(costs[fit + 1 :], budgets[fit + 1 :], strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """Items that some budget holds.
+
+    Attributes:
+        sizes: Tokens of each.
+        prices: What there is to replay.
+        own: Cost of each in a graph of its own, or nothing.
+        together: Cost and budget of one replay for all, if those are known better.
+    """
+
+    sizes: list[int]
+    prices: PriceList
+    own: Sequence[float]
+    together: tuple[float, int] | None
+
+    def bins(self) -> list[Bin]:
+        number = len(self.sizes)
+        if number == 1:
+            return [self._bin((0,))]
+        if number > EXACT_ITEMS:
+            return min(self._ways(), key=lambda bins: sum(map(self._cost, bins)))
+        whole = None if self.together is None else self.together[0]
+        prices = self.prices
+        found = divide_exactly(self.sizes, prices.budgets, prices.prices, self.own, whole)
+        return [self._bin(items) for items in found]
+
+    def _ways(self) -> Iterator[list[Bin]]:
+        """What a bounded search finds, and the obvious ways."""
+        everything = tuple(range(len(self.sizes)))
+        found, certain = self._divided(everything)
+        yield found
+        if not certain:
+            yield [self._bin((i,)) for i in everything]
+        if self.together is not None:
+            yield [self._bin(everything)]
+        if self.own:
+            rate = min(p / b for b, p in zip(self.prices.budgets, self.prices.prices, strict=True))
+            own = [i for i in everything if self.own[i] < rate * self.sizes[i]]
+            others = tuple(i for i in everything if i not in own)
+            if own:
+                yield [*map(self._bin, zip(own)), *(self._divided(others)[0] if others else ())]
+
+    def _divided(self, items: tuple[int, ...]) -> tuple[list[Bin], bool]:
+        sizes = [self.sizes[i] for i in items]
+        found, certain = divide(sizes, self.prices, _MAX_FILLINGS)
+        of_size: dict[int, deque[int]] = {}
+        for i in items:
+            of_size.setdefault(self.sizes[i], deque()).append(i)
+        bins = [self._bin([of_size[size].popleft() for size in sizes]) for sizes in found]
+        return bins, certain
+
+    def _bin(self, items: Sequence[int]) -> Bin:
+        items, total = tuple(sorted(items)), sum([self.sizes[i] for i in items])
+        if len(items) == len(self.sizes) and self.together is not None:
+            return Bin(items, self.together[1])
+        fit = self.prices.fit(total)
+        if self.own and len(items) == 1 and self.own[items[0]] < self.prices.prices[fit]:
+            return Bin(items, total)
+        return Bin(items, self.prices.budgets[fit])
+
+    def _cost(self, bin_: Bin) -> float:
+        if len(bin_.items) == len(self.sizes) and self.together is not None:
+            return self.together[0]
+        cost = self.prices.of(sum([self.sizes[i] for i in bin_.items]))
+        return min(cost, self.own[bin_.items[0]]) if self.own and len(bin_.items) == 1 else cost

@@ -33,7 +33,11 @@ _scratch = _Scratch()
 
 
 def divide_exactly(
-    sizes: Sequence[int], budgets: Sequence[int], prices: Sequence[float]
+    sizes: Sequence[int],
+    budgets: Sequence[int],
+    prices: Sequence[float],
+    own: Sequence[float] = (),
+    whole: float | None = None,
 ) -> list[tuple[int, ...]]:
     """Divide items over replays at the least cost there is.
 
@@ -42,13 +46,19 @@ def divide_exactly(
             more takes three times as long.
         budgets: Ascending budgets in tokens.
         prices: Cost of a replay of each, ascending.
+        own: Cost of each item in a graph of its own, infinity where it has none; or nothing.
+        whole: Cost of one replay of all items, if that is known better than by its budget.
 
     Returns:
-        The sizes that lie in each replay.
+        The positions of the items that lie in each replay.
     """
-    items = sorted(sizes)
-    alone = _alone(items, budgets, prices)
-    last = len(items) - 1
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    alone = _alone([sizes[i] for i in order], budgets, prices)
+    for i, item in enumerate(order) if own else ():
+        alone[1 << i] = min(alone[1 << i], own[item])
+    if whole is not None:
+        alone[-1] = whole
+    last = len(order) - 1
     cheapest = np.zeros(1 << last)  # of each subset without the largest item
     parts, others, starts = _pairs()
     for k in range(last):
@@ -59,7 +69,7 @@ def divide_exactly(
         cheapest.take(others[:pairs], out=rest, mode="clip")
         np.add(first, rest, out=first)
         np.minimum.reduceat(first, starts[:subsets], out=cheapest[subsets : 2 * subsets])
-    return list(_replays(items, alone, cheapest))
+    return [tuple(order[i] for i in items) for items in _replays(len(order), alone, cheapest)]
 
 
 def _alone(items: list[int], budgets: Sequence[int], prices: Sequence[float]) -> _Costs:
@@ -71,10 +81,10 @@ def _alone(items: list[int], budgets: Sequence[int], prices: Sequence[float]) ->
     return costs[np.searchsorted(budgets, sums)]
 
 
-def _replays(items: list[int], alone: _Costs, cheapest: _Costs) -> Iterator[tuple[int, ...]]:
+def _replays(number: int, alone: _Costs, cheapest: _Costs) -> Iterator[tuple[int, ...]]:
     """Follow the cheapest divisions from the set of all items down to nothing."""
     inner, _, starts = _pairs()
-    left, parts = (1 << len(items)) - 1, np.arange(len(cheapest))
+    left, parts = (1 << number) - 1, np.arange(len(cheapest))
     while left:
         largest = 1 << left.bit_length() - 1
         below = left ^ largest
@@ -83,7 +93,7 @@ def _replays(items: list[int], alone: _Costs, cheapest: _Costs) -> Iterator[tupl
             parts = inner[start : start + (1 << below.bit_count())]
         first = parts | largest
         replay = int(first[np.argmin(alone[first] + cheapest[below ^ parts])])
-        yield tuple(size for i, size in enumerate(items) if replay >> i & 1)
+        yield tuple(i for i in range(number) if replay >> i & 1)
         left ^= replay
 
 

@@ -106,3 +106,16 @@ def test_up_front_graphs_are_for_any_call(case: Case) -> None:
     assert not any(graph.key.uniform for graph in manager.stats().graphs)
     assert serve(manager, case, [SQUARE]) is not None
     assert serve(manager, case, [SMALL] * 3) is not None
+
+
+def test_an_image_that_keeps_coming_in_new_company_gets_one(
+    manager: EncoderCudaGraphManager, case: Case
+) -> None:
+    odd = (1, 6, 12)
+    for other in ((1, 10, 20), (1, 10, 22)):  # too much for one replay together
+        serve(manager, case, [odd, other])
+    serve(manager, case, [(1, 10, 24), odd])
+    replays = {g.key.token_budget: (g.replays, g.key.uniform) for g in manager.stats().graphs}
+    count, uniform = replays[72]
+    assert uniform[0]
+    assert count == 2  # from the second time on

@@ -63,7 +63,7 @@ def test_its_size_is_captured_the_eighth_time(lengths: list[int], before: dict[i
         ([32], {}),  # no padding
         ([16, 16], {}),
         ([18], {"exact_after": 0}),
-        ([18], {"max_graphs": 2}),  # half of them are left to budgets
+        ([18], {"max_graphs": 1}),  # half of them are left to budgets
         ([18, 34], {}),  # a part runs in eager mode
         ([32, 18], {}),  # more than the buffers hold
     ],

@@ -110,9 +110,24 @@ def test_cost_counts_each_replay_and_its_overhead() -> None:
     assert Packing((), (0, 1)).cost(10) == 0
 
 
-def cheapest(sizes: list[int], prices: dict[int, float]) -> float:
+def cheapest(
+    sizes: list[int],
+    prices: dict[int, float],
+    own: list[float] | None = None,
+    whole: float | None = None,
+) -> float:
     """The least cost of all divisions, over every subset for the first item."""
     order = sorted(prices)
+    everything = (1 << len(sizes)) - 1
+
+    def one_replay(items: int) -> float:
+        total = sum(size for i, size in enumerate(sizes) if items >> i & 1)
+        options = [prices[b] for b in order if b >= total]
+        if items == everything and whole is not None and options:
+            options[0] = whole
+        if own is not None and items.bit_count() == 1:
+            options.append(own[items.bit_length() - 1])
+        return min(options, default=inf)
 
     @cache
     def best(left: int) -> float:
@@ -121,18 +136,41 @@ def cheapest(sizes: list[int], prices: dict[int, float]) -> float:
         lowest = left & -left
         rest, part, least = left ^ lowest, left ^ lowest, inf
         while True:
-            total = sum(size for i, size in enumerate(sizes) if (part | lowest) >> i & 1)
-            price = min((prices[b] for b in order if b >= total), default=inf)
-            least = min(least, price + best(rest ^ part))
+            least = min(least, one_replay(part | lowest) + best(rest ^ part))
             if not part:
                 return least
             part = (part - 1) & rest
 
-    return best((1 << len(sizes)) - 1)
+    return best(everything)
 
 
 def spent(packing: Packing, prices: dict[int, float]) -> float:
     return sum(prices[b.budget] for b in packing.bins)
+
+
+def spent_on(
+    packing: Packing,
+    sizes: list[int],
+    prices: dict[int, float],
+    own: list[float],
+    whole: float | None,
+) -> float:
+    """The same where items have graphs of their own, whose budgets are no others' (odd)."""
+    total = 0.0
+    for bin_ in packing.bins:
+        if bin_.budget not in prices:
+            (item,) = bin_.items
+            assert bin_.budget == sizes[item]
+            total += own[item]
+        elif (
+            whole is not None
+            and len(bin_.items) == len(sizes)
+            and bin_.budget == min(b for b in prices if b >= sum(sizes))
+        ):
+            total += whole
+        else:
+            total += prices[bin_.budget]
+    return total
 
 
 price_lists = st.dictionaries(
@@ -150,6 +188,50 @@ def test_no_division_is_cheaper_than_the_one_found(
     fitting = [size for size in sizes if size <= max(prices)]
     packing = pack(sizes, list(prices), prices=list(prices.values()))
     assert spent(packing, prices) <= cheapest(fitting, prices) * (1 + 1e-9)
+
+
+costs_of_items = st.one_of(st.just(inf), st.floats(-0.5, 1.0))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(1, 700), costs_of_items), min_size=2, max_size=7),
+    price_lists,
+    st.one_of(st.none(), st.floats(-0.5, 1.0)),
+)
+def test_graphs_of_single_items_and_of_all_are_taken_where_that_is_cheapest(
+    items: list[tuple[int, float]], prices: dict[int, float], whole: float | None
+) -> None:
+    prices = {2 * budget: price for budget, price in prices.items()}
+    sizes, own = [2 * size + 1 for size, _ in items], [cost for _, cost in items]
+    largest = max(prices)
+    own = [cost for size, cost in zip(sizes, own, strict=True) if size <= largest]
+    sizes = [size for size in sizes if size <= largest]
+    packing = pack(sizes, list(prices), prices=list(prices.values()), own=own, whole=whole)
+    assert sorted(i for bin_ in packing.bins for i in bin_.items) == list(range(len(sizes)))
+    if len(sizes) > 1:
+        found = spent_on(packing, sizes, prices, own, whole)
+        assert found == pytest.approx(cheapest(sizes, prices, own, whole), abs=1e-9)
+
+
+def test_items_of_one_size_keep_their_own_costs() -> None:
+    packing = pack([99, 99, 99], [100, 400], prices=[2.0, 9.0], own=[inf, 1.0, 3.0])
+    assert sorted(packing.bins, key=str) == [Bin((0,), 100), Bin((1,), 99), Bin((2,), 100)]
+
+
+def test_of_many_items_those_go_apart_whose_own_graph_is_cheap() -> None:
+    sizes = [300, 1000] * 8
+    prices = {1024: 1.1, 4096: 4.2}
+    own = [inf, 0.9] * 8
+    packing = pack(sizes, list(prices), prices=list(prices.values()), own=own)
+    apart = {bin_.items for bin_ in packing.bins if bin_.budget == 1000}
+    assert apart == {(i,) for i in range(1, 16, 2)}
+    dear = pack(sizes, list(prices), prices=list(prices.values()), own=[inf, 1.2] * 8)
+    assert all(bin_.budget in prices for bin_ in dear.bins)
+    assert pack(sizes, [16384], prices=[9.0], own=own, whole=7.0).bins[0].budget == 16384
+    together = pack(sizes, [1024, 16384], prices=[0.5, 90.0], own=own, whole=5.0)
+    assert len(together.bins) == 1
+    assert len(pack(sizes, [1024, 16384], prices=[0.5, 90.0], own=own, whole=50.0).bins) > 1
 
 
 @pytest.mark.parametrize("per_token", [1.0, 0.3])

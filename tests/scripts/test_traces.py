@@ -173,7 +173,6 @@ class Track:
             name: Lane(
                 tower,
                 lambda kind: {"tokens": tokens_of(kind)},
-                settling=1 if name == EAGER else 4,
                 stats=EncoderStats if name == EAGER else tower.stats,
                 is_ours=name == OURS,
             )
@@ -194,13 +193,13 @@ def track(clock: Clock) -> Track:
 def test_frequent_kinds_are_settled_and_then_timed_in_turn(clock: Clock, track: Track) -> None:
     assert track.race.run(KINDS[:1], Counter({KINDS[0]: 3}), clock.now + 99) == [KINDS[0]]
     names = [name for name, _ in track.calls]
-    assert names[:7] == [EAGER, *[OURS] * 3, *[OTHER] * 3]  # no more often than it comes
-    assert names[7:] == [EAGER, OURS, OTHER, OURS, OTHER, EAGER]
+    assert names[:3] == [EAGER, OURS, OTHER]
+    assert names[3:] == [EAGER, OURS, OTHER, OURS, OTHER, EAGER]
     results = {name: lane.result for name, lane in track.lanes.items()}
     assert [result.seconds for result in results.values()] == [
         {KINDS[0]: seconds} for seconds in (2, 1, 3)
     ]
-    assert [result.settling_s for result in results.values()] == [2, 3, 9]
+    assert [result.settling_s for result in results.values()] == [2, 1, 3]
     assert results[OURS].tokens == {KINDS[0]: (100, 84)}
     assert results[EAGER].tokens == {KINDS[0]: (0, 0)}
 
@@ -238,10 +237,10 @@ def test_each_trace_has_an_equal_share_of_the_time(
     bench = bench_for(clock, seconds=80.0, traces=["camera", "photos", "chat"])
     shares = []
 
-    def trace(_: Bench, counts: Counter[Kind], end: float) -> dict[str, Any]:
+    def trace(_: Bench, calls: list[Kind], end: float) -> dict[str, Any]:
         shares.append(end - clock.now)
         clock.now += 30
-        return {"calls": sum(counts.values())}
+        return {"calls": len(calls)}
 
     monkeypatch.setattr(Bench, "_trace", trace)
     clock.now += 7  # what lies before isn't counted

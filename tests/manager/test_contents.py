@@ -1,0 +1,339 @@
+"""What a call holds decides what it costs: one long image, or as many tokens in short ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from mmgraph import EncoderFacts, GraphKey, Reason
+from mmgraph.manager import Eager, Plan, Replay
+from mmgraph.manager.plan import Graphs, Planner
+from mmgraph.manager.prices import PER_REPLAY, Measured, Prices, saving
+from mmgraph.manager.slopes import Slope
+from mmgraph.manager.store import GraphStore
+from mmgraph.policy import Bin
+from tests.manager.engine import (
+    EngineEncoder,
+    MeasuredBackend,
+    assert_items_equal,
+    call_of,
+    make_encoder,
+    make_manager,
+)
+from tests.manager.test_plan import SIGNATURE, batch_of, image, key
+
+LARGE = key(1024, (16, 128), (1024, 16))
+
+
+def measured(**more: Any) -> Measured:
+    """One graph that takes 10 s for an image of 1,000 tokens, 8 of them for its attention."""
+    return Measured(
+        {LARGE: 10.0},
+        squares={LARGE: 1000**2},
+        slopes={SIGNATURE: 8e-6},
+        **more,
+    )
+
+
+def test_a_replay_takes_less_for_shorter_segments() -> None:
+    known = measured()
+    assert known.replay(LARGE) == 10.0
+    assert known.replay(LARGE, 1000**2) == 10.0
+    assert known.replay(LARGE, 500**2 * 2) == pytest.approx(6.0)
+    assert known.replay(LARGE, 0) == pytest.approx(2.0)
+    assert known.replay(key(64)) is None
+    assert dataclasses.replace(known, squares={}).replay(LARGE, 0) == 10.0
+    assert dataclasses.replace(known, slopes={}).replay(LARGE, 0) == 10.0
+    steep = dataclasses.replace(known, slopes={SIGNATURE: 1e-3})
+    assert steep.replay(LARGE, 0) == pytest.approx(1.0)  # something is always left
+
+
+def test_segments_of_one_length_are_what_was_timed() -> None:
+    exact = GraphKey(1024, (1, 64), (1024, 16), SIGNATURE, uniform=(True, False))
+    known = dataclasses.replace(measured(), replays={exact: 10.0}, squares={exact: 1000**2})
+    assert known.replay(exact, 0) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_eager"),
+    [([1000], True), ([500, 500], False), ([700, 300], False), ([900, 100], True)],
+)
+def test_eager_mode_serves_the_contents_that_it_is_faster_for(
+    sizes: list[int], is_eager: bool
+) -> None:
+    """It takes 8 s for one image of 1,000 tokens and 6.5 s for two halves, graphs 10 and 6 s."""
+    known = measured(
+        eager={SIGNATURE: {10: 0.1}},
+        alike={LARGE: (1000, 8.0)},
+        eager_slopes={SIGNATURE: 3e-6},
+    )
+    state = Graphs({LARGE}, {}, may_capture=False, measured=known)
+    plan = Planner((1024,)).plan(batch_of(*map(image, sizes)), state)
+    everything = tuple(range(len(sizes)))
+    if is_eager:
+        assert plan == Plan((), (Eager(everything, Reason.NOT_FASTER),))
+    else:
+        assert plan == Plan((Replay(everything, LARGE),), ())
+
+
+def test_what_eager_mode_takes_for_a_part_is_a_part_of_what_it_was_timed_with() -> None:
+    known = measured(
+        eager={SIGNATURE: {10: 1.0}}, alike={LARGE: (1000, 9.0)}, eager_slopes={SIGNATURE: 4e-6}
+    )
+    prices = Prices(SIGNATURE, (1000, 16), [LARGE], known)
+    assert prices.of_eager_instead([LARGE], [1000], [None]) == pytest.approx(9.0)
+    assert prices.of_eager_instead([LARGE], [1000], [1000**2]) == pytest.approx(9.0)
+    assert prices.of_eager_instead([LARGE], [500], [500 * 1000]) == pytest.approx(1 + 4)
+    assert prices.of_eager_instead([LARGE], [500], [500**2]) == pytest.approx(1 + 4 - 1)
+    assert prices.of_eager_instead([LARGE], [100], [0]) == pytest.approx(1.4)
+    steep = dataclasses.replace(known, eager_slopes={SIGNATURE: 1.0})
+    prices = Prices(SIGNATURE, (1000, 16), [LARGE], steep)
+    assert prices.of_eager_instead([LARGE], [100], [0]) == 1.0  # never below the least
+    prices = Prices(SIGNATURE, (1000, 16), [LARGE], known)
+    two = prices.of_eager_instead([LARGE, LARGE], [500, 500], [500**2] * 2)
+    assert two == pytest.approx(1 + 3 + 3)
+
+
+def test_how_items_are_divided_does_not_hang_on_what_they_cost_everywhere() -> None:
+    """Graphs are timed on segments as long as they allow, large ones on far longer ones."""
+    small = key(256, (16, 128), (256, 16))
+    known = Measured(
+        {small: 1.0, LARGE: 10.0},
+        squares={small: 256**2, LARGE: 1024**2},
+        slopes={SIGNATURE: 8.8 / 1024**2},
+    )
+    state = Graphs({small, LARGE}, {}, may_capture=False, measured=known)
+    plan = Planner((256, 1024)).plan(batch_of(*[image(200)] * 5), state)
+    assert [(r.items, r.key) for r in plan.replays] == [((0, 1, 2, 3, 4), LARGE)]
+    unknown = Graphs(
+        {small, LARGE}, {}, may_capture=False, measured=dataclasses.replace(known, slopes={})
+    )
+    assert len(Planner((256, 1024)).plan(batch_of(*[image(200)] * 5), unknown).replays) == 5
+
+
+def own(tokens: int) -> GraphKey:
+    """The key of exactly one image."""
+    return Planner((1024,), uniform=True).key_for(batch_of(image(tokens)), Bin((0,), tokens))
+
+
+@pytest.mark.parametrize(("seconds", "is_apart"), [(3.0, True), (9.0, False)])
+def test_an_item_goes_to_a_graph_of_exactly_its_tokens_where_that_is_cheaper(
+    seconds: float, is_apart: bool
+) -> None:
+    """Among the others its attention takes 0.3 s more, and each tokens' share 2 s of 1,024."""
+    small = key(256, (16, 128), (256, 16))
+    known = Measured(
+        {small: 1.0, LARGE: 10.0, own(600): seconds},
+        squares={small: 256**2, LARGE: 1000**2},
+        slopes={SIGNATURE: 8e-6},
+    )
+    assert own(600).uniform[0]
+    state = Graphs(known.replays.keys(), {}, may_capture=False, measured=known)
+    batch = batch_of(image(200), image(600), image(180))
+    plan = Planner((256, 1024), uniform=True).plan(batch, state)
+    served = sorted((replay.items, replay.key) for replay in plan.replays)
+    if is_apart:
+        assert served == [((0,), small), ((1,), own(600)), ((2,), small)]
+    else:
+        assert served == [((0, 1, 2), LARGE)]
+
+
+def test_that_is_so_by_tokens_where_nothing_is_timed() -> None:
+    small = key(256, (16, 128), (256, 16))
+    larger = key(2048, (16, 128), (2048, 16))
+    state = Graphs({small, larger, own(600)}, {}, may_capture=False)
+    batch = batch_of(image(600), image(600), image(240))
+    plan = Planner((256, 2048), uniform=True).plan(batch, state)
+    assert {replay.key: replay.items for replay in plan.replays}[small] == (2,)
+    assert sorted(r.items for r in plan.replays if r.key == own(600)) == [(0,), (1,)]
+
+
+def test_what_a_graph_saves_is_held_against_others_on_the_same_call() -> None:
+    known = dataclasses.replace(measured(eager={SIGNATURE: {10: 99.0}}))
+    known = dataclasses.replace(known, replays={**known.replays, own(600): 2.0})
+    others = 10.0 - 8e-6 * (1000**2 - 600**2)
+    assert saving(own(600), known) == pytest.approx(others - 2.0)
+
+
+def test_a_slope_is_that_of_large_calls() -> None:
+    slope = Slope()
+    assert slope.value == 0.0
+    slope.add(2e-3, 1_000_000)
+    assert slope.value == pytest.approx(2e-9)
+    slope.add(-1e-4, 1_000)  # noise
+    assert slope.value == pytest.approx(2e-9, rel=1e-3)
+    slope.add(-8.0, 1_000_000)
+    assert slope.value == 0.0
+
+
+class Timed(MeasuredBackend):
+    is_timed = True
+
+
+class TwoProbes(EngineEncoder):
+    """A fresh graph answers one item that fills it, and two halves. Items have one length each."""
+
+    def encoder_facts(self) -> EncoderFacts:
+        def probes(key: GraphKey) -> Sequence[Mapping[str, Any]]:
+            tokens = key.token_budget
+            calls = [call_of([min(tokens, key.max_seqlen[0])])]
+            if key.segment_capacity[0] > 1:
+                calls.append(call_of([tokens // 2] * 2))
+            return calls
+
+        return dataclasses.replace(super().encoder_facts(), probes=probes, uniform_graphs=True)
+
+
+def seconds_of(lengths: Sequence[int], budget: int, slope: float) -> float:
+    return 1e-3 * (1 + budget) + slope * sum(n * n for n in lengths)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes managers on which a replay takes a millisecond a token and `SLOPE` a square."""
+
+    def seconds(store: GraphStore, key: GraphKey, call: Any) -> float:
+        lengths = call["lengths"].tolist()
+        slope = UNIFORM_SLOPE if key.uniform else SLOPE
+        return seconds_of(lengths, key.token_budget, slope)
+
+    def eager(_: Any, run: Any) -> float:
+        lengths = run.keywords["lengths"].tolist()
+        return EAGER * seconds_of(lengths, sum(lengths), SLOPE)
+
+    monkeypatch.setattr(GraphStore, "_seconds", seconds)
+    monkeypatch.setattr("mmgraph.manager.eager_times.shortest", eager)
+
+    def make(**config: Any) -> Any:
+        encoder = TwoProbes().requires_grad_(False).eval()
+        encoder.load_state_dict(make_encoder().state_dict())
+        return make_manager(encoder, Timed(), **config)
+
+    return make
+
+
+SLOPE, UNIFORM_SLOPE, EAGER = 1e-4, 0.5e-4, 2.0
+
+
+def serve(manager: Any, *calls: list[int]) -> None:
+    for seed, lengths in enumerate(calls):
+        call = call_of(lengths, seed)
+        assert_items_equal(manager.execute(call), manager.model, call)
+
+
+def test_what_attention_takes_is_measured_when_graphs_are_captured(timed: Any) -> None:
+    manager = timed(exact_after=0)
+    serve(manager, [10, 20])
+    known = manager._store.measured
+    (graph,) = known.replays
+    assert known.squares == {graph: 32**2}
+    assert list(known.slopes.values()) == pytest.approx([SLOPE])
+    assert list(known.eager_slopes.values()) == pytest.approx([EAGER * SLOPE])
+    assert known.replay(graph, 10**2 + 20**2) == pytest.approx(seconds_of([10, 20], 32, SLOPE))
+    manager.clear()
+    assert not manager._store.measured.squares
+    assert not manager._store.measured.slopes
+    assert not manager._store.measured.eager_slopes
+
+
+COMPANY = [[2], [4], [6], [10], [12], [14], [2, 2], [2, 4], [4, 4], [6, 2], [6, 4], [10, 2]]
+
+
+def in_company(first: int, last: int) -> list[list[int]]:
+    """Calls of an item of 18 tokens, each time with others."""
+    return [[18, *others] for others in COMPANY[first:last]]
+
+
+def keys_of(manager: Any) -> set[tuple[int, bool]]:
+    return {(g.key.token_budget, bool(g.key.uniform)) for g in manager.stats().graphs}
+
+
+def test_an_item_that_keeps_coming_in_new_company_gets_a_graph(timed: Any) -> None:
+    manager = timed()
+    serve(manager, *in_company(0, 7))
+    assert (18, True) not in keys_of(manager)
+    serve(manager, *in_company(7, 9))
+    assert (18, True) in keys_of(manager)
+    before = manager.stats()
+    serve(manager, [18, 18], [18])
+    after = manager.stats()
+    assert after.misses == {}
+    replays = {g.key: g.replays for g in before.graphs}
+    (exact,) = [g for g in after.graphs if g.key.token_budget == 18]
+    assert exact.replays == replays[exact.key] + 3
+    assert (18 + 8, True) not in keys_of(manager)
+
+
+def test_the_same_company_counts_once(timed: Any) -> None:
+    manager = timed()
+    serve(manager, *[[18, 6]] * 7)
+    assert (18, True) not in keys_of(manager)
+    serve(manager, [18, 6])  # all of it
+    assert 24 in {tokens for tokens, _ in keys_of(manager)}
+    assert (18, True) not in keys_of(manager)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"exact_after": 0},
+        {"max_graphs": 1},
+        {"capture": "upfront"},
+        {"token_budgets": (8, 16)},  # no budget holds it
+    ],
+)
+def test_otherwise_it_has_none(timed: Any, config: dict[str, Any]) -> None:
+    manager = timed(**config)
+    if manager.config.capture == "upfront":
+        manager.capture()
+    serve(manager, *in_company(0, 12))
+    assert (18, True) not in keys_of(manager)
+
+
+def test_the_first_time_is_early_enough_if_that_is_wanted(timed: Any) -> None:
+    manager = timed(exact_after=1)
+    serve(manager, [18, 8])
+    assert (18, True) in keys_of(manager)
+
+
+def test_half_of_the_graphs_are_left_to_budgets(timed: Any) -> None:
+    manager = timed(max_graphs=10, exact_after=2)
+    serve(manager, *[[n, 2 + 2 * k] for n in (10, 12, 14, 18, 20, 22) for k in range(5)])
+    exact = {tokens for tokens, _ in keys_of(manager)} - {8, 16, 32}
+    assert len(exact) == 5
+    assert exact < {2, 4, 6, 10, 12, 14, 18, 20, 22}
+
+
+def test_one_that_saves_next_to_nothing_is_dropped(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.UNIFORM_SLOPE", 1e-3)
+    manager = timed()
+    serve(manager, *in_company(0, 12))
+    assert (18, True) not in keys_of(manager)
+    assert list(manager._store.failed.values()).count(Reason.NOT_FASTER) >= 1
+    attempts = manager._store.backend.captured.count(18)
+    serve(manager, *in_company(0, 12))
+    assert manager._store.backend.captured.count(18) == attempts == 1
+
+
+def test_a_graph_of_all_is_held_against_others_on_the_same_call(timed: Any) -> None:
+    """32 tokens, of which two images take less than the one that it was timed with."""
+    manager = timed(exact_after=0)
+    plan_of = manager._plans
+    serve(manager, [18, 10])
+    (replay,) = plan_of.ready(manager.model.item_specs(call_of([18, 10]))).replays
+    assert replay.key.token_budget == 32
+    batch = manager.model.item_specs(call_of([18, 10]))
+    assert plan_of._seconds(replay, batch) == pytest.approx(seconds_of([18, 10], 32, SLOPE))
+
+
+def test_costs_of_budgets_and_of_their_graphs_are_of_one_kind() -> None:
+    prices = Prices(SIGNATURE, (10, 16), [LARGE], measured())
+    assert prices.of_graph(key(64), 100) is None
+    assert prices.of_graph(LARGE, 100**2) == pytest.approx(PER_REPLAY + 2.0)
+    assert prices.of_budgets([1024]) == pytest.approx([PER_REPLAY + 2.0])
+    assert prices.of_replays([LARGE], [100**2]) == pytest.approx(PER_REPLAY + 2.0 + 8e-6 * 100**2)
