@@ -93,8 +93,9 @@ class EagerTimes:
             self.alike[key] = num_tokens, seconds
             for other in others if not again else ():
                 tokens, held = self._held(other)
-                if held != squares and num_tokens - tokens < _AS_MANY * num_tokens:
-                    slope = self.slopes.setdefault(key.signature, Slope())
+                slope = self.slopes.setdefault(key.signature, Slope())
+                as_many = num_tokens - tokens < _AS_MANY * num_tokens
+                if as_many and slope.hears(squares - held):
                     slope.add(seconds - self._shortest(other), squares - held)
         return seconds
 

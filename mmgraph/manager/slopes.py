@@ -4,6 +4,8 @@ from __future__ import annotations
 
 __all__ = ["Slope"]
 
+_NEXT_TO_NOTHING = 0.25
+
 
 class Slope:
     """Seconds per square, by least squares over pairs of calls of one size.
@@ -14,6 +16,10 @@ class Slope:
     def __init__(self) -> None:
         self._products = 0.0
         self._squares = 0.0
+
+    def hears(self, squares: int) -> bool:
+        """Whether a pair that differs by `squares` says enough beside what is known."""
+        return float(squares) ** 2 > _NEXT_TO_NOTHING * self._squares
 
     def add(self, seconds: float, squares: int) -> None:
         """Take in by how much two calls differ."""

@@ -268,8 +268,8 @@ class GraphStore:
             return
         held = [sum([i.squares for i in self._model.item_specs(c).items]) for c in calls]
         self._squares[key] = held[0]
-        if held[1:] and held[0] != held[1] and not key.uniform:
-            slope = self._slopes.setdefault(key.signature, Slope())
+        slope = self._slopes.setdefault(key.signature, Slope())
+        if held[1:] and slope.hears(held[0] - held[1]) and not key.uniform:
             slope.add(seconds - self._seconds(key, calls[1]), held[0] - held[1])
 
     def attempt(self, key: GraphKey) -> CaptureError | None:

@@ -1,4 +1,4 @@
-"""Images that keep coming in new company have CUDA graphs of their own, and each answer is right."""
+"""Images that keep coming in new company have graphs of their own, and each answer is right."""
 
 from __future__ import annotations
 

@@ -161,8 +161,13 @@ def test_what_a_graph_saves_is_held_against_others_on_the_same_call() -> None:
 def test_a_slope_is_that_of_large_calls() -> None:
     slope = Slope()
     assert slope.value == 0.0
+    assert not slope.hears(0)
+    assert slope.hears(1)
     slope.add(2e-3, 1_000_000)
     assert slope.value == pytest.approx(2e-9)
+    assert slope.hears(600_000)
+    assert not slope.hears(400_000)
+    assert slope.hears(-600_000)
     slope.add(-1e-4, 1_000)  # noise
     assert slope.value == pytest.approx(2e-9, rel=1e-3)
     slope.add(-8.0, 1_000_000)
