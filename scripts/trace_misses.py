@@ -13,17 +13,14 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmgraph import GraphConfig, attach
-from mmgraph.bench.environment import Environment
 from mmgraph.recipes import load_recipe
-from scripts.files import write
+from scripts.files import write_rows
 from scripts.traces import make_trace
 from scripts.traces_records import Kind, fitted_budgets, tokens_of
 
@@ -86,31 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = list(rows(options.graphs, options.calls, options.shrink))
     given = " ".join(sys.argv[1:] if arguments is None else arguments)
-    report = {
-        "command": f"python -m scripts.trace_misses {given}",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "environment": asdict(Environment.read(torch.device("cpu"))),
-        "rows": found,
-    }
-    lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
-    lines += [f"| {' | '.join(map(str, row.values()))} |" for row in found]
-    machine: Any = report["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    foot = f"{machine['cpu']}; {versions}; commit {machine['commit']}; {report['date']}."
-    page = "\n".join(
-        [
-            "# Traces with few graphs",
-            "",
-            *lines,
-            "",
-            foot,
-            "",
-            f"Command: `{report['command']}`",
-            "",
-        ]
-    )
-    print(page)
-    write(options.out, "misses", report, page)
+    command = f"python -m scripts.trace_misses {given}"
+    write_rows(options.out, "misses", "Traces with few graphs", command, found)
 
 
 if __name__ == "__main__":

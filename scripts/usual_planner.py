@@ -12,7 +12,7 @@ from mmgraph.manager import Plan, Replay
 from mmgraph.manager.plan import Eager, Graphs, Planner
 from mmgraph.types import EncoderBatch, Reason
 
-__all__ = ["UsualPlanner", "plan_as_usual", "plan_only"]
+__all__ = ["UsualPlanner", "plan_as_usual", "plan_only", "usual_planner"]
 
 
 class UsualPlanner(Planner):
@@ -55,12 +55,17 @@ def plan_as_usual(
     """Make attached encoders plan so, with the worst that comes in any of these calls baked in."""
     calls = list(calls)
     for manager in handle._managers():
-        specs = [item for call in calls for item in manager.model.item_specs(call).items]
-        each = range(len(specs[0].num_segments))
-        segments = [max(s.num_segments[k] / s.num_tokens for s in specs) for k in each]
-        longest = [None if k == 0 else max(s.max_seqlen[k] for s in specs) for k in each]
-        planner = UsualPlanner(budgets, segments, longest)
+        planner = usual_planner(budgets, map(manager.model.item_specs, calls))
         manager._planner = manager._plans._planner = planner
+
+
+def usual_planner(budgets: tuple[int, ...], batches: Iterable[EncoderBatch]) -> UsualPlanner:
+    """One with the worst baked in that comes in any of these batches."""
+    specs = [item for batch in batches for item in batch.items]
+    each = range(len(specs[0].num_segments))
+    segments = [max(s.num_segments[k] / s.num_tokens for s in specs) for k in each]
+    longest = [None if k == 0 else max(s.max_seqlen[k] for s in specs) for k in each]
+    return UsualPlanner(budgets, segments, longest)
 
 
 def plan_only(handle: Handle, call: Mapping[str, torch.Tensor]) -> None:

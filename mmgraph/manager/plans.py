@@ -303,8 +303,8 @@ class Plans:
         keys = self._keys_of_items(batch)
         if not keys or not self._has_room_for_exact():
             return []
-        least = self._config.exact_after - (not counted)
-        return [key for key in keys if self._demand.wanted(key, least)]
+        least, has_room = self._config.exact_after - (not counted), self._store.has_room
+        return [key for key in keys if self._demand.wanted(key, least) and has_room(key)]
 
     def _keys_of_items(self, batch: EncoderBatch) -> list[GraphKey]:
         """Keys of exactly one item of a batch of several, where there is no such graph yet."""
