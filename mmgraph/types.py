@@ -97,7 +97,7 @@ class EncoderItemSpec:
 
     @property
     def squares(self) -> int:
-        """Squares of the lengths of its segments of the first kind: what attention computes."""
+        """What attention of the first kind computes: squares of its segments' lengths, at most."""
         if not self.num_segments:
             return 0
         return self.num_segments[0] * self.max_seqlen[0] ** 2

@@ -69,7 +69,10 @@ def usual_planner(budgets: tuple[int, ...], batches: Iterable[EncoderBatch]) -> 
 
 
 def plan_only(handle: Handle, call: Mapping[str, torch.Tensor]) -> None:
-    """Plan a call in attached encoders, capturing what they would for it, but compute nothing."""
+    """Plan a call in attached encoders, and capture budgets' graphs for it, but compute nothing.
+
+    Graphs of exact calls, for what no budget holds, come with the calls themselves.
+    """
     for manager in handle._managers():
         with manager._lock:
             manager._plans.plan(manager.model.item_specs(call))

@@ -45,9 +45,9 @@ class Demand:
         score, then = self._scores.get(key, (0.0, self._calls))
         return float(score * 0.5 ** ((self._calls - then) / _HALF_LIFE))
 
-    def wanted(self, key: GraphKey, min_hits: int) -> bool:
-        """Whether `key` was asked for often enough to be captured."""
-        return self.of(key) > min_hits * 2 ** self._evictions.get(key, 0) - 0.5
+    def wanted(self, key: GraphKey, min_hits: int, more: int = 0) -> bool:
+        """Whether `key` was asked for often enough to be captured, with as many wishes `more`."""
+        return self.of(key) + more > min_hits * 2 ** self._evictions.get(key, 0) - 0.5
 
     def victim(
         self, key: GraphKey, graphs: Collection[GraphKey], saving: Callable[[GraphKey], float]

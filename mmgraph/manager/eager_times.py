@@ -21,7 +21,7 @@ _CLEARLY = 3.0
 """Times as long as a replay, from which the one run of a check will do for the price."""
 
 _AS_MANY = 0.1
-"""Part of its tokens by which a call may be smaller than another one to be of the same size."""
+"""Part of its tokens by which another call may differ and still be of the same size."""
 
 
 class EagerTimes:
@@ -94,7 +94,7 @@ class EagerTimes:
             for other in others if not again else ():
                 tokens, held = self._held(other)
                 slope = self.slopes.setdefault(key.signature, Slope())
-                as_many = num_tokens - tokens < _AS_MANY * num_tokens
+                as_many = abs(num_tokens - tokens) < _AS_MANY * num_tokens
                 if as_many and slope.hears(squares - held):
                     slope.add(seconds - self._shortest(other), squares - held)
         return seconds

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmgraph.manager.prices import Measured, Prices
 from mmgraph.policy import REPLAY, Bin, Packing, pack, segment_tier, seqlen_tier
-from mmgraph.types import EncoderBatch, GraphKey, Reason
+from mmgraph.types import EncoderBatch, EncoderItemSpec, GraphKey, Reason
 
 __all__ = ["JOINED_FROM", "Eager", "Plan", "Planner", "Replay"]
 
@@ -100,6 +100,7 @@ class Planner:
         self._chosen: dict[tuple[Hashable, ...], GraphKey | None] = {}
         self._alone: dict[tuple[Any, ...], Plan] = {}
         """Plans of calls of one item by the key that it needs."""
+        self._own_keys: dict[tuple[EncoderItemSpec, Hashable, int], GraphKey | None] = {}
         self._key_of = lru_cache(maxsize=_REMEMBERED)(GraphKey)
 
     def plan(self, batch: EncoderBatch, graphs: Graphs) -> Plan:
@@ -211,6 +212,17 @@ class Planner:
         bounds = (tuple(capacity), tuple(longest))
         return self._key_of(budget, *bounds, batch.signature, None, tuple(uniform))
 
+    def own_key(self, item: EncoderItemSpec, signature: Hashable) -> GraphKey | None:
+        """The key for exactly one item with dense attention; ``None`` where there can't be one."""
+        known = (item, signature, self.budgets[-1])
+        if known not in self._own_keys:
+            key = None
+            if self._uniform and 0 < item.num_tokens <= self.budgets[-1]:
+                batch = EncoderBatch((item,), signature)
+                key = self.key_for(batch, Bin((0,), item.num_tokens))
+            self._own_keys[known] = key if key is not None and key.uniform else None
+        return self._own_keys[known]
+
     def _budgets(
         self, batch: EncoderBatch, same: Sequence[GraphKey], graphs: Graphs
     ) -> tuple[int, ...]:
@@ -234,7 +246,7 @@ class Planner:
 
         What is remembered stays as long as there are the same graphs and nothing more is measured.
         """
-        known = (self._known, self._same, self._bounds, self._chosen, self._alone)
+        known = (self._known, self._same, self._bounds, self._chosen, self._alone, self._own_keys)
         most = max(len(table) for table in known)
         if graphs.measured is not self._measured or most > _REMEMBERED:
             self._measured = graphs.measured
@@ -284,7 +296,7 @@ class Planner:
         exact = {key for key in same if key.uniform and len(batch.items) > 1}
         costs = [inf] * len(batch.items)
         for i, item in enumerate(batch.items) if exact else ():
-            key = self.key_for(batch, Bin((i,), item.num_tokens))
+            key = self.own_key(item, batch.signature)
             cost = prices.of_graph(key, item.squares) if key in exact else None
             costs[i] = inf if cost is None else cost
         return costs if min(costs, default=inf) < inf else ()

@@ -246,10 +246,10 @@ class Plans:
 
     def _capture(self, key: GraphKey, in_use: Collection[GraphKey] = ()) -> None:
         """Capture `key`; plans made before don't know of it, or that it failed."""
-        self._known.clear()
         victims = self._victims(key, in_use)
         if victims is None:  # another one of the call took the room
             return
+        self._known.clear()
         before = set(self._store.entries)
         if victims:
             self._store.free(victims)
@@ -296,32 +296,40 @@ class Plans:
     def _recurring(self, batch: EncoderBatch, *, counted: bool) -> list[GraphKey]:
         """Graphs to capture for single items of `batch`, since these came often enough by now.
 
+        None of them takes the room of another graph.
+
         Args:
             batch: Of several items.
             counted: Whether this time is counted already.
         """
-        keys = self._keys_of_items(batch)
-        if not keys or not self._has_room_for_exact():
+        if len(batch.items) < 2 or not self._has_room_for_exact():
             return []
-        least, has_room = self._config.exact_after - (not counted), self._store.has_room
-        return [key for key in keys if self._demand.wanted(key, least) and has_room(key)]
+        least, store = self._config.exact_after, self._store
+        return [
+            key
+            for key in self._keys_of_items(batch)
+            if self._demand.wanted(key, least, not counted) and store.has_room(key)
+        ]
 
     def _keys_of_items(self, batch: EncoderBatch) -> list[GraphKey]:
-        """Keys of exactly one item of a batch of several, where there is no such graph yet."""
-        items, store = batch.items, self._store
-        if len(items) < 2 or not self._config.exact_after or not self.lazy:
+        """Keys of exactly one item of a batch of several, where there is no such graph yet.
+
+        An item that fills a budget has one anyway.
+        """
+        if len(batch.items) < 2 or not self._config.exact_after or not self.lazy:
             return []
+        store, budgets = self._store, self._planner.budgets
         keys = dict.fromkeys(
-            self._planner.key_for(batch, Bin((i,), item.num_tokens))
-            for i, item in enumerate(items)
-            if item.num_tokens <= self.largest_budget
+            self._planner.own_key(item, batch.signature)
+            for item in batch.items
+            if item.num_tokens not in budgets
         )
-        return [k for k in keys if k.uniform and k not in store.entries and k not in store.failed]
+        return [k for k in keys if k and k not in store.entries and k not in store.failed]
 
     def _capture_exact(self, key: GraphKey) -> None:
         """Capture a graph of exactly one item, and keep it where no other serves that as fast."""
-        if not self._has_room_for_exact():
-            return
+        if not (self._has_room_for_exact() and self._store.has_room(key)):
+            return  # another one of the call took it
         self._capture(key)
         seconds = self._store.measured.replays.get(key)
         if seconds is not None and saving(key, self._store.measured) < _WORTH * seconds:

@@ -76,10 +76,11 @@ def pack(
             known better than by `prices`.
     """
     largest = budgets[-1] if budgets else 0
-    fitting = [i for i, size in enumerate(sizes) if size <= largest]
-    oversized = tuple(i for i, size in enumerate(sizes) if size > largest)
+    fitting = [i for i, size in enumerate(sizes) if 0 < size <= largest]
+    oversized = tuple(i for i, size in enumerate(sizes) if size > largest or not budgets)
+    empty = [i for i, size in enumerate(sizes) if not size and budgets]
     if not fitting:
-        return Packing((), oversized)
+        return Packing((Bin(tuple(empty), budgets[0]),) if empty else (), oversized)
     costs = [b + overhead for b in budgets] if prices is None else prices
     items = _Items(
         [sizes[i] for i in fitting],
@@ -88,6 +89,8 @@ def pack(
         _one_for_all(sum(sizes), budgets, costs, whole),
     )
     bins = [Bin(tuple(fitting[i] for i in b.items), b.budget) for b in items.bins()]
+    if empty:  # they are no bother to any replay
+        bins[0] = Bin(tuple(sorted((*bins[0].items, *empty))), bins[0].budget)
     return Packing(tuple(bins), oversized)
 
 
@@ -133,16 +136,17 @@ class _Items:
         everything = tuple(range(len(self.sizes)))
         found, certain = self._divided(everything)
         yield found
-        if not certain:
+        if self.own or not certain:
             yield [self._bin((i,)) for i in everything]
         if self.together is not None:
             yield [self._bin(everything)]
         if self.own:
             rate = min(p / b for b, p in zip(self.prices.budgets, self.prices.prices, strict=True))
-            own = [i for i in everything if self.own[i] < rate * self.sizes[i]]
-            others = tuple(i for i in everything if i not in own)
-            if own:
-                yield [*map(self._bin, zip(own)), *(self._divided(others)[0] if others else ())]
+            for worth in (lambda size: rate * size, self.prices.of):
+                own = [i for i in everything if self.own[i] < worth(self.sizes[i])]
+                others = tuple(i for i in everything if i not in own)
+                if own:
+                    yield [*map(self._bin, zip(own)), *(self._divided(others)[0] if others else ())]
 
     def _divided(self, items: tuple[int, ...]) -> tuple[list[Bin], bool]:
         sizes = [self.sizes[i] for i in items]

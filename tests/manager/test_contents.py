@@ -191,6 +191,16 @@ class TwoProbes(EngineEncoder):
 
         return dataclasses.replace(super().encoder_facts(), probes=probes, uniform_graphs=True)
 
+    def version(self) -> int:
+        return 0
+
+    def hold_memory(self) -> TwoProbes:
+        """So that calls whose graphs are there take the short way (``Plans.ready``)."""
+        return self
+
+    def is_there(self) -> bool:
+        return True
+
 
 def seconds_of(lengths: Sequence[int], budget: int, slope: float) -> float:
     return 1e-3 * (1 + budget) + slope * sum(n * n for n in lengths)
@@ -279,6 +289,68 @@ def test_the_same_company_counts_once(timed: Any) -> None:
     serve(manager, [18, 6])  # all of it
     assert 24 in {tokens for tokens, _ in keys_of(manager)}
     assert (18, True) not in keys_of(manager)
+
+
+def test_each_new_company_counts_once_whichever_way_it_is_served(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = timed(exact_after=3)
+    with manager.capturing():
+        serve(manager, [20, 10], [20, 4])  # from now on there is a graph for any pair
+    slow, plans = [], manager._plans
+    plan = plans.plan
+    monkeypatch.setattr(plans, "plan", lambda batch: slow.append(batch) or plan(batch))
+    serve(manager, [18, 10], [18, 12])
+    assert not slow
+    assert (18, True) not in keys_of(manager)
+    serve(manager, [18, 12], [18, 10])  # known by now
+    assert not slow
+    serve(manager, [18, 14])
+    assert len(slow) == 1
+    assert (18, True) in keys_of(manager)
+
+
+def test_an_item_that_fills_a_budget_is_wished_for_once(timed: Any) -> None:
+    manager = timed(min_hits=2)
+    serve(manager, [32, 4])
+    assert not keys_of(manager)
+    serve(manager, [32, 6])
+    assert (32, True) in keys_of(manager)
+
+
+def test_without_memory_calls_go_on_as_they_were(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = timed(exact_after=0, token_budgets=(32,))
+    serve(manager, [18, 2])
+    most = manager._store.num_bytes
+    manager = timed(exact_after=3, token_budgets=(32,), max_graph_bytes=most)
+    serve(manager, *[call for call in in_company(0, 6) for _ in range(3)])
+    plans = manager._plans
+    monkeypatch.setattr(plans, "plan", lambda _: pytest.fail("planned again"))
+    serve(manager, *in_company(0, 6), *in_company(0, 6))
+    assert keys_of(manager) == {(32, False)}
+    assert manager.stats().evictions == 0
+
+
+def test_none_takes_the_room_of_another_graph(timed: Any) -> None:
+    manager = timed(exact_after=4, token_budgets=(8, 32), max_graphs=2)
+    serve(manager, [4], [30], *in_company(0, 12))
+    assert keys_of(manager) == {(8, False), (32, False)}
+    assert manager.stats().evictions == 0
+
+
+def test_items_of_no_tokens_have_none() -> None:
+    planner = Planner((64, 256), uniform=True)
+    assert planner.own_key(image(0), SIGNATURE) is None
+    assert planner.own_key(image(72), SIGNATURE) is not None
+    assert planner.own_key(image(300), SIGNATURE) is None
+    assert planner.own_key(image(80, frames=2), SIGNATURE) is not None
+    other = dataclasses.replace(image(80), num_segments=(2, 5), max_seqlen=(50, 16))
+    assert planner.own_key(other, SIGNATURE) is None  # 50 and 30
+    planner.budgets = (64,)
+    assert planner.own_key(image(72), SIGNATURE) is None
+    assert Planner((64, 256)).own_key(image(72), SIGNATURE) is None
 
 
 @pytest.mark.parametrize(

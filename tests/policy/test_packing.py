@@ -219,6 +219,42 @@ def test_items_of_one_size_keep_their_own_costs() -> None:
     assert sorted(packing.bins, key=str) == [Bin((0,), 100), Bin((1,), 99), Bin((2,), 100)]
 
 
+def test_items_above_every_budget_change_nothing_for_the_others() -> None:
+    costs = [inf, 5.0, 0.5]
+    packing = pack([900, 50, 60], [64, 128], prices=[1.0, 1.8], own=costs, whole=0.1)
+    assert packing.oversized == (0,)
+    assert sorted(packing.bins, key=str) == [Bin((1,), 64), Bin((2,), 60)]
+
+
+@pytest.mark.parametrize("number", [1, 4, 13])
+def test_items_of_no_tokens_go_along_with_others(number: int) -> None:
+    packing = pack([0, *[4] * number, 0], [8, 16])
+    assert sorted(i for bin_ in packing.bins for i in bin_.items) == list(range(number + 2))
+    assert pack([0, 0], [8, 16]) == Packing((Bin((0, 1), 8),), ())
+    assert pack([0, 3], []) == Packing((), (0, 1))
+
+
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(1, 200), min_size=13, max_size=16), price_lists)
+@example(None, [3, 42, 42, 3, 10, 10, 10, 97, 42, 42, 19, 97, 97], {29: 10.18, 100: 190.67})
+def test_of_many_items_none_costs_more_than_a_replay_for_each(
+    data: st.DataObject | None, sizes: list[int], prices: dict[int, float]
+) -> None:
+    own_of = {3: 16.26, 10: 21.79, 19: 12.88, 42: 16.70, 97: 45.05}
+    if data is not None:
+        own_of = {size: data.draw(st.floats(1e-4, 1.0)) for size in sorted({*sizes})}
+    sizes = [2 * size + 1 for size in sizes if size <= max(prices)]
+    own_of = {2 * size + 1: cost for size, cost in own_of.items()}
+    prices = {2 * budget + 2: price for budget, price in prices.items()}
+    own = [own_of[size] for size in sizes]
+    packing = pack(sizes, list(prices), prices=list(prices.values()), own=own)
+    each = sum(
+        min(cost, *(p for b, p in prices.items() if b >= size))
+        for size, cost in zip(sizes, own, strict=True)
+    )
+    assert spent_on(packing, sizes, prices, own, None) <= each + 1e-9
+
+
 def test_of_many_items_those_go_apart_whose_own_graph_is_cheap() -> None:
     sizes = [300, 1000] * 8
     prices = {1024: 1.1, 4096: 4.2}
