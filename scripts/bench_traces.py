@@ -4,7 +4,8 @@
 
 Each way has a tower of its own, and first plans every call of the trace in its order, without
 computing it: so the graphs are there that would be after a while of such service. Then all take
-turns: a kind of call is timed in all of them before the next one comes. A kind that comes three
+turns, in an order by chance and with pauses between: a kind of call is timed in all of them before
+the next one comes. A kind that comes three
 times or more is called once and then timed (the fastest of `--repeats`). A rarer kind is timed as
 it comes, once, and again where a graph was captured for it meanwhile. What mmgraph doesn't do
 clearly faster than eager mode is timed some more times in all of them.

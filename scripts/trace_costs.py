@@ -49,7 +49,7 @@ _FITTED = 16
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds on an H200, read off docs/benchmarks/2026-12-01-h200 (traces, commit 19ccab7).
+    """Milliseconds on an H200, read off docs/benchmarks/2026-12-01-h200 (traces, commit f87b29f).
 
     Attributes:
         fixed: Of a replay, whatever its size.
@@ -82,7 +82,7 @@ class Times:
 
 TIMES = {
     "qwen2_5_vl": Times(0.95, 2.56e-3, 4.3e-8, 4.3e-8, (30.0, 8.0, 21.5e-3, 0.0)),
-    "qwen3_vl": Times(0.6, 1.7e-3, 3.8e-7, 5.8e-7, (16.0, 2.0, 3.7e-3, 3.9e-7)),
+    "qwen3_vl": Times(0.6, 1.7e-3, 3.8e-7, 5.8e-7, (16.0, 8.0, 2.97e-3, 3.9e-7)),
 }
 
 

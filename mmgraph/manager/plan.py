@@ -227,19 +227,20 @@ class Planner:
         self, batch: EncoderBatch, same: Sequence[GraphKey], graphs: Graphs
     ) -> tuple[int, ...]:
         """Budgets that items may go to: what may be captured, and what is."""
+        budgets = {*self.budgets}
         if not graphs.may_capture:
-            return tuple(sorted({key.token_budget for key in same}))
-        others = [key for key in same if key.token_budget not in self.budgets]
-        if not others or not batch.items:
-            return self.budgets
+            budgets = {key.token_budget for key in same if not key.uniform}
         # Graphs of exactly some tokens, where they take whatever part of the batch goes there.
-        items = tuple(range(len(batch.items)))
-        extra = {
+        items, total = tuple(range(len(batch.items))), sum([i.num_tokens for i in batch.items])
+        budgets.update(
             key.token_budget
-            for key in others
-            if key.covers(self.key_for(batch, Bin(items, key.token_budget)))
-        }
-        return tuple(sorted({*self.budgets, *extra}))
+            for key in same
+            if key.token_budget not in budgets
+            and items
+            and (not key.uniform or key.token_budget == total)
+            and key.covers(self.key_for(batch, Bin(items, key.token_budget)))
+        )
+        return tuple(sorted(budgets))
 
     def _of_signature(self, signature: Hashable, graphs: Graphs) -> list[GraphKey]:
         """Keys of the graphs for calls of `signature`.

@@ -269,7 +269,7 @@ class GraphStore:
         held = [sum([i.squares for i in self._model.item_specs(c).items]) for c in calls]
         self._squares[key] = held[0]
         slope = self._slopes.setdefault(key.signature, Slope())
-        if held[1:] and slope.hears(held[0] - held[1]) and not key.uniform:
+        if held[1:] and slope.hears(held[0] - held[1]):
             slope.add(seconds - self._seconds(key, calls[1]), held[0] - held[1])
 
     def attempt(self, key: GraphKey) -> CaptureError | None:

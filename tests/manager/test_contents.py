@@ -86,15 +86,36 @@ def test_what_eager_mode_takes_for_a_part_is_a_part_of_what_it_was_timed_with() 
     prices = Prices(SIGNATURE, (1000, 16), [LARGE], known)
     assert prices.of_eager_instead([LARGE], [1000], [None]) == pytest.approx(9.0)
     assert prices.of_eager_instead([LARGE], [1000], [1000**2]) == pytest.approx(9.0)
-    assert prices.of_eager_instead([LARGE], [500], [500 * 1000]) == pytest.approx(1 + 4)
-    assert prices.of_eager_instead([LARGE], [500], [500**2]) == pytest.approx(1 + 4 - 1)
-    assert prices.of_eager_instead([LARGE], [100], [0]) == pytest.approx(1.4)
-    steep = dataclasses.replace(known, eager_slopes={SIGNATURE: 1.0})
-    prices = Prices(SIGNATURE, (1000, 16), [LARGE], steep)
-    assert prices.of_eager_instead([LARGE], [100], [0]) == 1.0  # never below the least
-    prices = Prices(SIGNATURE, (1000, 16), [LARGE], known)
+    assert prices.of_eager_instead([LARGE], [500], [500 * 1000]) == pytest.approx(0.5 + 4.25)
+    assert prices.of_eager_instead([LARGE], [500], [500**2]) == pytest.approx(0.5 + 4.25 - 1)
+    assert prices.of_eager_instead([LARGE], [10], [0]) == 1.0  # never below the least
     two = prices.of_eager_instead([LARGE, LARGE], [500, 500], [500**2] * 2)
-    assert two == pytest.approx(1 + 3 + 3)
+    assert two == pytest.approx(0.5 + 2 * 3.25)
+    steep = Prices(
+        SIGNATURE,
+        (1000, 16),
+        [LARGE],
+        dataclasses.replace(known, eager_slopes={SIGNATURE: 1.0}),
+    )
+    parts = steep.of_eager_instead([LARGE, LARGE], [500, 1000], [500**2, 1000**2])
+    assert parts == pytest.approx(0.5 + 8.5)  # no part takes away from another
+
+
+def test_graphs_of_exactly_some_tokens_are_no_budgets_for_others() -> None:
+    """Without leave to capture, what there is are the budgets: but not for any items."""
+    small = key(256, (16, 128), (256, 16))
+    known = Measured({small: 1.0, LARGE: 4.0, own(600): 1.5}, slopes={SIGNATURE: 0.0})
+    state = Graphs(known.replays.keys(), {}, may_capture=False, measured=known)
+    planner = Planner((256, 1024), uniform=True)
+    assert planner._budgets(batch_of(image(500)), list(known.replays), state) == (256, 1024)
+    assert planner._budgets(batch_of(image(600)), list(known.replays), state) == (256, 600, 1024)
+    assert planner._budgets(batch_of(), list(known.replays), state) == (256, 1024)
+    pair = planner._budgets(batch_of(image(600), image(600)), list(known.replays), state)
+    assert pair == (256, 1024)
+    (replay,) = planner.plan(batch_of(image(500)), state).replays
+    assert replay.key == LARGE
+    (replay,) = planner.plan(batch_of(image(600)), state).replays
+    assert replay.key == own(600)
 
 
 def test_how_items_are_divided_does_not_hang_on_what_they_cost_everywhere() -> None:
@@ -139,6 +160,18 @@ def test_an_item_goes_to_a_graph_of_exactly_its_tokens_where_that_is_cheaper(
         assert served == [((0,), small), ((1,), own(600)), ((2,), small)]
     else:
         assert served == [((0, 1, 2), LARGE)]
+
+
+def test_all_of_them_go_to_one_of_their_own_where_that_is_cheaper() -> None:
+    pair = Planner((1024,), uniform=True).key_for(
+        batch_of(image(300), image(300)), Bin((0, 1), 600)
+    )
+    assert pair.uniform[0]
+    for seconds, served in ((5.0, [pair]), (7.0, [own(300), own(300)])):
+        known = Measured({LARGE: 10.0, own(300): 3.0, pair: seconds})
+        state = Graphs(known.replays.keys(), {}, may_capture=True, measured=known)
+        plan = Planner((1024,), uniform=True).plan(batch_of(image(300), image(300)), state)
+        assert [replay.key for replay in plan.replays] == served
 
 
 def test_that_is_so_by_tokens_where_nothing_is_timed() -> None:
@@ -222,8 +255,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(GraphStore, "_seconds", seconds)
     monkeypatch.setattr("mmgraph.manager.eager_times.shortest", eager)
 
-    def make(**config: Any) -> Any:
-        encoder = TwoProbes().requires_grad_(False).eval()
+    def make(encoder: Any = None, **config: Any) -> Any:
+        encoder = (encoder or TwoProbes()).requires_grad_(False).eval()
         encoder.load_state_dict(make_encoder().state_dict())
         return make_manager(encoder, Timed(), **config)
 
@@ -255,6 +288,24 @@ def test_what_attention_takes_is_measured_when_graphs_are_captured(timed: Any) -
 
 
 COMPANY = [[2], [4], [6], [10], [12], [14], [2, 2], [2, 4], [4, 4], [6, 2], [6, 4], [10, 2]]
+
+
+class HalfProbes(TwoProbes):
+    """The second call is half as large."""
+
+    def encoder_facts(self) -> EncoderFacts:
+        def probes(key: GraphKey) -> Sequence[Mapping[str, Any]]:
+            return [call_of([key.max_seqlen[0]]), call_of([key.max_seqlen[0] // 2])]
+
+        return dataclasses.replace(super().encoder_facts(), probes=probes)
+
+
+def test_eager_mode_is_compared_on_as_many_tokens_only(timed: Any) -> None:
+    manager = timed(HalfProbes(), exact_after=0)
+    serve(manager, [30])
+    known = manager._store.measured
+    assert list(known.slopes.values()) == pytest.approx([SLOPE])
+    assert list(known.eager_slopes.values()) == [0.0]
 
 
 def in_company(first: int, last: int) -> list[list[int]]:
@@ -328,7 +379,7 @@ def test_without_memory_calls_go_on_as_they_were(
     serve(manager, *[call for call in in_company(0, 6) for _ in range(3)])
     plans = manager._plans
     monkeypatch.setattr(plans, "plan", lambda _: pytest.fail("planned again"))
-    serve(manager, *in_company(0, 6), *in_company(0, 6))
+    serve(manager, *in_company(0, 6), *in_company(0, 6), [18, 8], [16, 8])
     assert keys_of(manager) == {(32, False)}
     assert manager.stats().evictions == 0
 
@@ -338,6 +389,15 @@ def test_none_takes_the_room_of_another_graph(timed: Any) -> None:
     serve(manager, [4], [30], *in_company(0, 12))
     assert keys_of(manager) == {(8, False), (32, False)}
     assert manager.stats().evictions == 0
+    assert not manager._plans._has_room_for_exact()
+
+
+def test_of_two_that_are_due_at_once_the_first_takes_the_room(timed: Any) -> None:
+    manager = timed(exact_after=2, token_budgets=(32,), max_graphs=4)
+    serve(manager, [18, 2], [18, 4])
+    assert keys_of(manager) == {(32, False), (18, True)}
+    serve(manager, [20, 22], [22, 20])
+    assert len(keys_of(manager) & {(20, True), (22, True)}) == 1
 
 
 def test_items_of_no_tokens_have_none() -> None:

@@ -105,10 +105,12 @@ def test_a_graph_is_compared_with_eager_mode_on_the_call_that_it_was_timed_with(
 
 def test_two_replays_are_compared_with_one_call_in_eager_mode() -> None:
     seconds = {wide(64): 1.0}
-    eager, alike = {10: 0.8, 60: 1.2}, {wide(64): (60, 1.2)}
+    eager, alike = {10: 0.8, 60: 1.1}, {wide(64): (60, 1.1)}
     assert planned([60], seconds, eager, alike=alike).replays
-    plan = planned([60, 60], seconds, eager, alike=alike)  # 1.6 in eager mode, not twice 1.2
+    plan = planned([60, 60], seconds, eager, alike=alike)  # 1.8 in eager mode, not twice 1.1
     assert plan.eager
+    larger = {wide(64): (60, 1.3)}
+    assert planned([60, 60], seconds, eager, alike=larger).replays  # 2.2
 
 
 def test_a_graph_of_exactly_the_tokens_serves_others_that_it_holds() -> None:

@@ -262,6 +262,10 @@ def test_of_many_items_those_go_apart_whose_own_graph_is_cheap() -> None:
     packing = pack(sizes, list(prices), prices=list(prices.values()), own=own)
     apart = {bin_.items for bin_ in packing.bins if bin_.budget == 1000}
     assert apart == {(i,) for i in range(1, 16, 2)}
+    own = [inf, 0.5, inf, 1.09] * 4  # the dear ones are cheaper than alone, not than a share
+    some = pack(sizes, [4096], prices=[4.2], own=own)
+    assert {bin_.items for bin_ in some.bins if bin_.budget == 1000} == {(1,), (5,), (9,), (13,)}
+    own = [inf, 0.9] * 8
     dear = pack(sizes, list(prices), prices=list(prices.values()), own=[inf, 1.2] * 8)
     assert all(bin_.budget in prices for bin_ in dear.bins)
     assert pack(sizes, [16384], prices=[9.0], own=own, whole=7.0).bins[0].budget == 16384
