@@ -34,7 +34,7 @@ class PackedProbes:
         """Two calls: the largest images that the graph takes, and smaller ones if it takes any."""
         largest = max(key.max_seqlen)
         if key.uniform:
-            grids = self._uniform_grids(key, largest)
+            grids = self._uniform_grids(key)
             return [self._probe_call(key, grids, first) for first in (0, len(grids))]
         grids = self._probe_grids(key, largest)
         others = self._powers_of_two(key) if 2 * largest > key.token_budget else []
@@ -99,18 +99,22 @@ class PackedProbes:
                 return [item.geometry] * max(1, count)
             size //= 2
 
-    def _uniform_grids(self, key: GraphKey, size: int) -> list[Grid]:
-        """Equal images of `size` tokens that fill a graph whose segments are all of one length."""
-        merge, count = self._encoder.metadata.merge_size, key.token_budget // size
+    def _uniform_grids(self, key: GraphKey) -> list[Grid]:
+        """Equal images that fill a graph whose segments of full attention are of one length."""
+        merge, size = self._encoder.metadata.merge_size, key.max_seqlen[0]
+        count = key.token_budget // size
+
+        def fits(same: bool, segments: int, longest: int, capacity: int, bound: int) -> bool:
+            if same:
+                return (count * segments, longest) == (capacity, bound)
+            return count * segments <= capacity and longest <= bound
+
         for height in range(merge, size // merge + 1, merge):
             if size % (height * merge):
                 continue
             item = self._encoder.item((1, height, size // height))
-            kinds = zip(key.uniform, item.num_segments, key.segment_capacity, strict=True)
-            if item.max_seqlen == key.max_seqlen and all(
-                n * count == capacity if same else n * count <= capacity
-                for same, n, capacity in kinds
-            ):
+            kinds = (key.uniform, item.num_segments, item.max_seqlen)
+            if all(map(fits, *kinds, key.segment_capacity, key.max_seqlen)):
                 return [item.geometry] * count
         raise CaptureError(f"no images of {size} tokens each fill a graph of {key}")
 

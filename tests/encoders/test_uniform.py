@@ -75,13 +75,19 @@ def test_other_calls_of_the_same_total_get_another_graph(
     assert serve(manager, case, [SQUARE]) in {uniform, key}
 
 
-@pytest.mark.parametrize("size", [(1, 6, 10), (1, 10, 14), (1, 2, 22), (1, 22, 2)])
+@pytest.mark.parametrize("size", [(1, 6, 10), (1, 10, 14), (1, 2, 22), (1, 22, 2), (1, 2, 6)])
 def test_sizes_with_few_divisors_are_served(
     manager: EncoderCudaGraphManager, case: Case, size: Size
 ) -> None:
-    """Images of as many patches in another shape may not exist: 15 is no height."""
+    """Images of as many patches in another shape may not exist: 15 is no height.
+
+    Thin ones have windows that are smaller than their bound.
+    """
     for _ in range(4):
-        serve(manager, case, [size])
+        key = serve(manager, case, [size])
+    assert key is not None
+    assert key.token_budget == size[1] * size[2]
+    assert key.uniform[0]
 
 
 def test_a_size_that_keeps_coming_gets_one(manager: EncoderCudaGraphManager, case: Case) -> None:
