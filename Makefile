@@ -45,8 +45,10 @@ docs: $(SETUP)  ## local links in the documents resolve
 	$(RUN) scripts.check_links
 
 # More threads than cores make the small models of the tests slower, not faster.
-test test-all: export OMP_NUM_THREADS ?= 2
-test test-all: export MKL_NUM_THREADS ?= 2
+test: export OMP_NUM_THREADS ?= 1
+test: export MKL_NUM_THREADS ?= 1
+test-all: export OMP_NUM_THREADS ?= 2
+test-all: export MKL_NUM_THREADS ?= 2
 test test-all: export OMP_WAIT_POLICY ?= passive
 
 test: $(SETUP)  ## the tests that take seconds
