@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from mmgraph.policy.search import PriceList, divide, price_list
 from mmgraph.policy.subsets import EXACT_ITEMS, divide_exactly
@@ -70,27 +71,31 @@ def pack(
         overhead: What a further replay costs, in tokens, where no `prices` are given.
         prices: Cost of a replay of each budget, positive, in any unit.
         own: Cost of each item in a graph of exactly its tokens, infinity where it has none; or
-            nothing. It is below zero where something of the item that costs as much in every budget
-            is left out of `prices`, and less of it falls due there.
+            nothing. Such an item may be above every budget. The cost is below zero where something
+            of the item that costs as much in every budget is left out of `prices`, and less of it
+            falls due there.
         whole: Cost of a replay of all items in the smallest budget that holds them, where that is
             known better than by `prices`.
     """
     largest = budgets[-1] if budgets else 0
     fitting = [i for i, size in enumerate(sizes) if 0 < size <= largest]
-    oversized = tuple(i for i, size in enumerate(sizes) if size > largest or not budgets)
+    above = [i for i, size in enumerate(sizes) if size > largest or not budgets]
+    bins = [Bin((i,), sizes[i]) for i in above if own and own[i] < inf]
+    oversized = tuple(i for i in above if not (own and own[i] < inf))
     empty = [i for i, size in enumerate(sizes) if not size and budgets]
-    if not fitting:
-        return Packing((Bin(tuple(empty), budgets[0]),) if empty else (), oversized)
-    costs = [b + overhead for b in budgets] if prices is None else prices
-    items = _Items(
-        [sizes[i] for i in fitting],
-        price_list(tuple(budgets), tuple(costs)),
-        [own[i] for i in fitting] if own else (),
-        _one_for_all(sum(sizes), budgets, costs, whole),
-    )
-    bins = [Bin(tuple(fitting[i] for i in b.items), b.budget) for b in items.bins()]
+    if fitting:
+        costs = [b + overhead for b in budgets] if prices is None else prices
+        items = _Items(
+            [sizes[i] for i in fitting],
+            price_list(tuple(budgets), tuple(costs)),
+            [own[i] for i in fitting] if own else (),
+            _one_for_all(sum(sizes), budgets, costs, whole),
+        )
+        bins += [Bin(tuple(fitting[i] for i in b.items), b.budget) for b in items.bins()]
+    if empty and not bins:
+        bins.append(Bin((), budgets[0]))
     if empty:  # they are no bother to any replay
-        bins[0] = Bin(tuple(sorted((*bins[0].items, *empty))), bins[0].budget)
+        bins[-1] = Bin(tuple(sorted((*bins[-1].items, *empty))), bins[-1].budget)
     return Packing(tuple(bins), oversized)
 
 

@@ -174,6 +174,16 @@ def test_all_of_them_go_to_one_of_their_own_where_that_is_cheaper() -> None:
         assert [replay.key for replay in plan.replays] == served
 
 
+@pytest.mark.parametrize("timed_", [True, False])
+def test_an_item_above_the_graphs_for_any_items_has_its_own(timed_: bool) -> None:
+    small = key(256, (16, 128), (256, 16))
+    known = Measured({small: 1.0, own(600): 2.0}) if timed_ else Measured()
+    state = Graphs({small, own(600)}, {}, may_capture=False, measured=known)
+    plan = Planner((256, 1024), uniform=True).plan(batch_of(image(600), image(100)), state)
+    assert {replay.key: replay.items for replay in plan.replays} == {own(600): (0,), small: (1,)}
+    assert not plan.eager
+
+
 def test_that_is_so_by_tokens_where_nothing_is_timed() -> None:
     small = key(256, (16, 128), (256, 16))
     larger = key(2048, (16, 128), (2048, 16))

@@ -226,6 +226,16 @@ def test_items_above_every_budget_change_nothing_for_the_others() -> None:
     assert sorted(packing.bins, key=str) == [Bin((1,), 64), Bin((2,), 60)]
 
 
+@pytest.mark.parametrize("number", [1, 13])
+def test_an_item_above_every_budget_may_have_a_graph_of_its_own(number: int) -> None:
+    sizes, own = [900, 800, *[30] * number], [5.0, inf, *[inf] * number]
+    packing = pack(sizes, [64, 128], prices=[1.0, 1.8], own=own)
+    assert packing.oversized == (1,)
+    assert Bin((0,), 900) in packing.bins
+    assert sorted(i for bin_ in packing.bins for i in bin_.items) == [0, *range(2, number + 2)]
+    assert pack([900], [], own=[5.0]) == Packing((Bin((0,), 900),), ())
+
+
 @pytest.mark.parametrize("number", [1, 4, 13])
 def test_items_of_no_tokens_go_along_with_others(number: int) -> None:
     packing = pack([0, *[4] * number, 0], [8, 16])
