@@ -97,9 +97,9 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
         },
         "start": Part((*module, "scripts.bench_start", "--out", str(out)), 240),
         "traces-qwen2.5": Part(
-            (*traces, "qwen2.5-vl-7b", "--out", str(out), "--seconds", "150"), 220
+            (*traces, "qwen2.5-vl-7b", "--out", str(out), "--seconds", "225"), 270
         ),
-        "traces-qwen3": Part((*traces, "qwen3-vl-8b", "--out", str(out), "--seconds", "150"), 220),
+        "traces-qwen3": Part((*traces, "qwen3-vl-8b", "--out", str(out), "--seconds", "225"), 270),
         "soak": Part(
             (
                 *soak,
