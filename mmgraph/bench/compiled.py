@@ -68,7 +68,8 @@ def _wait_for_workers() -> None:
     It doesn't: while they start, it compiles the kernels that it chooses from one by one. That took
     36 s for a single product on an H200's host of 16 cores.
     """
-    with suppress(ImportError, AttributeError):  # it has gone by other names
+    # It has gone by other names, and goes on without them.
+    with suppress(ImportError, AttributeError, TimeoutError):
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.wait_pool_ready()
