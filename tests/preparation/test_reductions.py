@@ -33,12 +33,11 @@ def test_the_choice_is_there_within_the_block_only() -> None:
     assert kind() is before
 
 
-def test_who_has_chosen_otherwise_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_chosen_otherwise_keeps_that() -> None:
     before = kind()
     with inductor_config.patch({"triton.persistent_reductions": False}), rows_at_once():
         assert kind() is before
-    monkeypatch.setattr(inductor_config, "inductor_choices_class", InductorChoices)
-    with rows_at_once():
+    with inductor_config.patch({"inductor_choices_class": InductorChoices}), rows_at_once():
         assert kind() is before
 
 
