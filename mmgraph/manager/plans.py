@@ -20,6 +20,7 @@ __all__ = ["Plans"]
 
 _logger = get_logger(__name__)
 _REMEMBERED = 256
+_COUNTED = 2048
 _TOLERATED_PADDING = 0.04
 _WORTH = 0.02
 """Of its own time, what a graph of exactly one item has to save at least."""
@@ -32,6 +33,8 @@ class _Known:
     uses: int
     waiting: tuple[GraphKey, ...] = ()
     """Keys that would be captured if they were asked for more often, or if there was room."""
+    tried: bool = False
+    """Whether a graph of exactly its tokens was tried since the last capture."""
 
 
 class Plans:
@@ -68,6 +71,8 @@ class Plans:
         self.at_once = False
         """Whether a graph is captured the first time that it is asked for, whatever is set."""
         self._known: OrderedDict[EncoderBatch, _Known] = OrderedDict()
+        self._uses: OrderedDict[EncoderBatch, int] = OrderedDict()
+        """How often batches came whose plans are forgotten."""
         self._demand = Demand()
         self._general_keys: dict[int, GraphKey | None] = {}
         self._savings: tuple[Measured, dict[GraphKey, float]] | None = None
@@ -82,6 +87,7 @@ class Plans:
     def clear(self) -> None:
         """Forget all plans."""
         self._known.clear()
+        self._uses.clear()
         self._general_keys.clear()
         self._scarce = None
 
@@ -92,15 +98,16 @@ class Plans:
         """
         known = self._known.get(batch)
         if known is None:
-            if self._recurring(batch, counted=False):
+            uses = self._uses.get(batch, 0)
+            if self._recurring(batch, counted=False) or self._is_frequent(uses + 1):
                 return None
             plan = self._planner.plan(batch, self._graphs(may_capture=True))
             captured = all(replay.key in self._store.entries for replay in plan.replays)
             is_ready = captured and plan.replays and not plan.eager
-            return self._remember(batch, plan, uses=0) if is_ready else None
+            return self._remember(batch, _Known(plan, uses)) if is_ready else None
         if known.waiting or known.plan.eager or not known.plan.replays:
             return None
-        return None if known.uses + 1 == self._config.exact_after else known.plan
+        return known.plan if known.tried or not self._is_frequent(known.uses + 1) else None
 
     def used(self, batch: EncoderBatch) -> None:
         """Count that a plan that was ready has served."""
@@ -117,20 +124,28 @@ class Plans:
         self._demand.call()
         known = self._known.get(batch)
         if known is None:
-            self._wish(batch)
+            uses = self._uses.pop(batch, 0) + 1
+            if uses == 1:
+                self._wish(batch)
             for key in self._recurring(batch, counted=True):
                 self._capture_exact(key)
-            plan = self._make(batch, uses=1)
+            known = self._make(batch, uses, is_new=True)
         else:
             known.uses += 1
-            plan = known.plan
             if known.waiting and self._are_due(known.waiting):
-                plan = self._make(batch, known.uses)
-            elif known.uses == self._config.exact_after:
-                plan = self._remember(batch, self._tightened(batch, plan), known.uses)
-        for replay in plan.replays:
+                known = self._make(batch, known.uses, is_new=False)
+        if not known.tried and self._is_frequent(known.uses):
+            plan = self._tightened(batch, known.plan)
+            waiting = known.waiting if plan is known.plan else ()
+            known = _Known(plan, known.uses, waiting, tried=True)
+            self._remember(batch, known)
+        for replay in known.plan.replays:
             self._demand.add(replay.key)
-        return plan
+        return known.plan
+
+    def _is_frequent(self, uses: int) -> bool:
+        """Whether a batch that came so often may have a graph of exactly its tokens."""
+        return 0 < self._config.exact_after <= uses
 
     def _are_due(self, waiting: Sequence[GraphKey]) -> bool:
         """Count another wish for keys that were too rare or too many; whether one is due."""
@@ -138,34 +153,42 @@ class Plans:
             self._demand.add(key)
         return self.lazy and any(self._is_due(key) for key in waiting)
 
-    def _remember(
-        self, batch: EncoderBatch, plan: Plan, uses: int, waiting: Sequence[GraphKey] = ()
-    ) -> Plan:
-        self._known[batch] = _Known(plan, uses, tuple(waiting))
+    def _remember(self, batch: EncoderBatch, known: _Known) -> Plan:
+        self._known[batch] = known
+        self._uses.pop(batch, None)
         if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return plan
+            self._forget(*self._known.popitem(last=False))
+        return known.plan
 
-    def _make(self, batch: EncoderBatch, uses: int) -> Plan:
+    def _forget(self, batch: EncoderBatch, known: _Known) -> None:
+        """Keep no more of a plan than how often it was asked for."""
+        self._uses[batch] = known.uses
+        if len(self._uses) > _COUNTED:
+            self._uses.popitem(last=False)
+
+    def _make(self, batch: EncoderBatch, uses: int, *, is_new: bool) -> _Known:
         entries = self._store.entries
         rounds, asked = _ROUNDS, dict[GraphKey, None]()
         while True:
             plan = self._planner.plan(batch, self._graphs(may_capture=rounds > 0))
             missing = {r.key for r in plan.replays if r.key not in entries}
             if not missing:
-                return self._remember(batch, plan, uses)
-            for key in missing - asked.keys() if uses == 1 else ():
+                break
+            for key in missing - asked.keys() if is_new else ():
                 self._demand.add(key)
             asked.update(dict.fromkeys(missing))
             in_use = {r.key for r in plan.replays}
             ready = [key for key in missing if self._is_due(key, in_use)]
             if not ready:
                 plan = self._planner.plan(batch, self._graphs(may_capture=False, waiting=missing))
-                return self._remember(batch, plan, uses, tuple(missing))
+                break
             for key in sorted(ready, key=lambda k: -k.token_budget):
                 self._capture(key, in_use)
             # What was just measured may speak for another plan; once is enough.
             rounds -= self._store.backend.is_timed and not self._store.failed.keys() & missing
+        known = _Known(plan, uses, tuple(missing))
+        self._remember(batch, known)
+        return known
 
     def _graphs(self, *, may_capture: bool, waiting: Collection[GraphKey] = ()) -> Graphs:
         store, missing = self._store, Reason.NOT_CAPTURED
@@ -249,6 +272,8 @@ class Plans:
         victims = self._victims(key, in_use)
         if victims is None:  # another one of the call took the room
             return
+        for known in self._known.items():
+            self._forget(*known)
         self._known.clear()
         before = set(self._store.entries)
         if victims:
