@@ -28,7 +28,8 @@ from mmgraph import EncoderBatch, GraphConfig, GraphKey, attach
 from mmgraph.errors import CaptureError
 from mmgraph.manager import EncoderCudaGraphManager
 from mmgraph.manager.capture import Entry
-from mmgraph.manager.plan import Plan, Planner
+from mmgraph.manager.plan import Planner
+from mmgraph.manager.planned import Plan
 from mmgraph.manager.plans import Plans
 from mmgraph.manager.prices import PER_REPLAY
 from mmgraph.manager.slopes import Slope

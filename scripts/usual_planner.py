@@ -9,7 +9,8 @@ import torch
 from mmgraph import GraphKey, Handle
 from mmgraph.bench.power_of_two import fill
 from mmgraph.manager import Plan, Replay
-from mmgraph.manager.plan import Eager, Graphs, Planner
+from mmgraph.manager.plan import Planner
+from mmgraph.manager.planned import Eager, Graphs
 from mmgraph.types import EncoderBatch, Reason
 
 __all__ = ["UsualPlanner", "plan_as_usual", "plan_only", "usual_planner"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 
 from mmgraph.config import GraphConfig
 from mmgraph.log import get_logger
 from mmgraph.manager.demand import Demand
-from mmgraph.manager.plan import Graphs, Plan, Planner, Replay
+from mmgraph.manager.known import Known, KnownPlans
+from mmgraph.manager.plan import Planner
+from mmgraph.manager.planned import Graphs, Plan, Replay
 from mmgraph.manager.prices import Measured, in_eager, saving
 from mmgraph.manager.store import GraphStore
 from mmgraph.policy import Bin
@@ -19,22 +19,10 @@ from mmgraph.types import EncoderBatch, GraphKey, Reason
 __all__ = ["Plans"]
 
 _logger = get_logger(__name__)
-_REMEMBERED = 256
-_COUNTED = 2048
 _TOLERATED_PADDING = 0.04
 _WORTH = 0.02
 """Of its own time, what a graph of exactly one item has to save at least."""
 _ROUNDS = 2
-
-
-@dataclass
-class _Known:
-    plan: Plan
-    uses: int
-    waiting: tuple[GraphKey, ...] = ()
-    """Keys that would be captured if they were asked for more often, or if there was room."""
-    tried: bool = False
-    """Whether a graph of exactly its tokens was tried since the last capture."""
 
 
 class Plans:
@@ -68,11 +56,8 @@ class Plans:
         self._keys_of = general
         self._captured = captured
         self._evicted = evicted
-        self.at_once = False
-        """Whether a graph is captured the first time that it is asked for, whatever is set."""
-        self._known: OrderedDict[EncoderBatch, _Known] = OrderedDict()
-        self._uses: OrderedDict[EncoderBatch, int] = OrderedDict()
-        """How often batches came whose plans are forgotten."""
+        self.at_once = False  # whether a graph is captured the first time that it is asked for
+        self._known = KnownPlans()
         self._demand = Demand()
         self._general_keys: dict[int, GraphKey | None] = {}
         self._savings: tuple[Measured, dict[GraphKey, float]] | None = None
@@ -87,7 +72,6 @@ class Plans:
     def clear(self) -> None:
         """Forget all plans."""
         self._known.clear()
-        self._uses.clear()
         self._general_keys.clear()
         self._scarce = None
 
@@ -98,13 +82,15 @@ class Plans:
         """
         known = self._known.get(batch)
         if known is None:
-            uses = self._uses.get(batch, 0)
+            uses = self._known.uses(batch)
             if self._recurring(batch, counted=False) or self._is_frequent(uses + 1):
                 return None
             plan = self._planner.plan(batch, self._graphs(may_capture=True))
             captured = all(replay.key in self._store.entries for replay in plan.replays)
-            is_ready = captured and plan.replays and not plan.eager
-            return self._remember(batch, _Known(plan, uses)) if is_ready else None
+            if not captured or plan.eager or not plan.replays:
+                return None
+            self._known[batch] = Known(plan, uses)
+            return plan
         if known.waiting or known.plan.eager or not known.plan.replays:
             return None
         return known.plan if known.tried or not self._is_frequent(known.uses + 1) else None
@@ -124,7 +110,7 @@ class Plans:
         self._demand.call()
         known = self._known.get(batch)
         if known is None:
-            uses = self._uses.pop(batch, 0) + 1
+            uses = self._known.uses(batch) + 1
             if uses == 1:
                 self._wish(batch)
             for key in self._recurring(batch, counted=True):
@@ -137,8 +123,7 @@ class Plans:
         if not known.tried and self._is_frequent(known.uses):
             plan = self._tightened(batch, known.plan)
             waiting = known.waiting if plan is known.plan else ()
-            known = _Known(plan, known.uses, waiting, tried=True)
-            self._remember(batch, known)
+            known = self._known[batch] = Known(plan, known.uses, waiting, tried=True)
         for replay in known.plan.replays:
             self._demand.add(replay.key)
         return known.plan
@@ -153,20 +138,7 @@ class Plans:
             self._demand.add(key)
         return self.lazy and any(self._is_due(key) for key in waiting)
 
-    def _remember(self, batch: EncoderBatch, known: _Known) -> Plan:
-        self._known[batch] = known
-        self._uses.pop(batch, None)
-        if len(self._known) > _REMEMBERED:
-            self._forget(*self._known.popitem(last=False))
-        return known.plan
-
-    def _forget(self, batch: EncoderBatch, known: _Known) -> None:
-        """Keep no more of a plan than how often it was asked for."""
-        self._uses[batch] = known.uses
-        if len(self._uses) > _COUNTED:
-            self._uses.popitem(last=False)
-
-    def _make(self, batch: EncoderBatch, uses: int, *, is_new: bool) -> _Known:
+    def _make(self, batch: EncoderBatch, uses: int, *, is_new: bool) -> Known:
         entries = self._store.entries
         rounds, asked = _ROUNDS, dict[GraphKey, None]()
         while True:
@@ -186,8 +158,7 @@ class Plans:
                 self._capture(key, in_use)
             # What was just measured may speak for another plan; once is enough.
             rounds -= self._store.backend.is_timed and not self._store.failed.keys() & missing
-        known = _Known(plan, uses, tuple(missing))
-        self._remember(batch, known)
+        known = self._known[batch] = Known(plan, uses, tuple(missing))
         return known
 
     def _graphs(self, *, may_capture: bool, waiting: Collection[GraphKey] = ()) -> Graphs:
@@ -272,9 +243,7 @@ class Plans:
         victims = self._victims(key, in_use)
         if victims is None:  # another one of the call took the room
             return
-        for known in self._known.items():
-            self._forget(*known)
-        self._known.clear()
+        self._known.forget()
         before = set(self._store.entries)
         if victims:
             self._store.free(victims)

@@ -28,7 +28,7 @@ from mmgraph.manager.contents import copied
 from mmgraph.manager.exact import ExactGraphs
 from mmgraph.manager.misses import Misses
 from mmgraph.manager.outputs import Collector, OutputLayout, eager_tensors, flatten_outputs
-from mmgraph.manager.plan import Plan, Replay
+from mmgraph.manager.planned import Plan, Replay
 from mmgraph.manager.plans import Plans
 from mmgraph.manager.ranges import Ranges
 from mmgraph.manager.store import GraphStore

@@ -10,7 +10,8 @@ import pytest
 
 from mmgraph import EncoderFacts, GraphKey, Reason
 from mmgraph.manager import Eager, Plan, Replay
-from mmgraph.manager.plan import Graphs, Planner
+from mmgraph.manager.plan import Planner
+from mmgraph.manager.planned import Graphs
 from mmgraph.manager.prices import PER_REPLAY, Measured, Prices, saving
 from mmgraph.manager.slopes import Slope
 from mmgraph.manager.store import GraphStore

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mmgraph import EncoderBatch, EncoderItemSpec, GraphKey, Reason
 from mmgraph.manager import Eager, Plan, Replay
-from mmgraph.manager.plan import Graphs, Planner
+from mmgraph.manager.plan import Planner
+from mmgraph.manager.planned import Graphs
 from mmgraph.manager.prices import Measured
 from mmgraph.policy import Bin
 

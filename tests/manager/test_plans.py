@@ -69,8 +69,8 @@ def test_captures_of_others_in_between_do_not_start_the_count_anew() -> None:
 
 
 def test_nor_do_many_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmgraph.manager.plans._REMEMBERED", 2)
-    monkeypatch.setattr("mmgraph.manager.plans._COUNTED", 3)
+    monkeypatch.setattr("mmgraph.manager.known._REMEMBERED", 2)
+    monkeypatch.setattr("mmgraph.manager.known._COUNTED", 3)
     manager = make_manager(exact_after=3)
     others = [[2], [4], [6], [8], [2, 2], [2, 4]]
     for lengths in ([18], *others, [18], *others):
@@ -78,12 +78,12 @@ def test_nor_do_many_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 18 not in budgets(manager)
     serve(manager, [18], 1)  # the third time; its count fell out of the last five
     assert 18 not in budgets(manager)
-    assert len(manager._plans._uses) <= 3
+    assert len(manager._plans._known._uses) <= 3
     for lengths in ([2], [4], [18], [2], [4], [18]):
         serve(manager, lengths, 1)
     assert 18 in budgets(manager)
     manager.use_budgets((8, 32))
-    assert not manager._plans._uses
+    assert not manager._plans._known._uses
 
 
 @pytest.mark.parametrize(

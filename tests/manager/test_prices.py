@@ -13,7 +13,8 @@ import mmgraph
 from mmgraph import EncoderFacts, GraphConfig, GraphKey, Reason
 from mmgraph.graphs.trace import TraceBackend
 from mmgraph.manager import Eager, Plan, Replay
-from mmgraph.manager.plan import Graphs, Planner
+from mmgraph.manager.plan import Planner
+from mmgraph.manager.planned import Graphs
 from mmgraph.manager.prices import Measured
 from mmgraph.manager.store import GraphStore
 from mmgraph.recipes import load_recipe
