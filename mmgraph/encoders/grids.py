@@ -5,9 +5,9 @@ sixty small operations of torch for a grid; the first call with a new size would
 tests compare them, and every graph answers its probes as the tower itself does before it serves.
 
 Each array is one operation on a table that depends on the height alone and one that depends on the
-width alone. Heights and widths come again where grids don't, so tables are kept; those of a new
-height or width are cut from longer ones. What is left to do for a new grid is written to where it
-is to be.
+width alone. Heights and widths come again where grids don't, so tables are kept, and those of usual
+ones are made beforehand (``prepare``). What is left to do for a new grid is written to where it is
+to be.
 
 Floats are computed per row and column of the grid in the order of transformers' own operations, in
 float32, so that they are the same to the last bit.
@@ -30,6 +30,8 @@ Grid = tuple[int, ...]
 
 _OFFSETS = {"bilinear": np.arange(2), "bicubic": np.arange(-1, 3)}
 _CACHED_SIZES = 256
+_ELONGATED = 2
+"""Times the side of a square of as many patches, what usual images are long at most (4 to 1)."""
 
 
 class GridArrays:
@@ -76,6 +78,7 @@ class GridArrays:
         self._taps = lru_cache(maxsize=_CACHED_SIZES)(self._axis_taps)
         self._many_rows = lru_cache(self._rows_of)
         self._many_columns = lru_cache(self._columns_of)
+        self._prepared = 0
 
     def lengths(self, grid: Grid) -> dict[str, int]:
         """Entries of each array, the leading 0 of cumulative ones left out."""
@@ -90,6 +93,17 @@ class GridArrays:
             lengths["interp_indices"] = lengths["interp_weights"] = tokens
         return lengths
 
+    def prepare(self, tokens: int) -> None:
+        """Make the tables for images of up to `tokens` patches, as far as these are of usual shape.
+
+        A new height or width takes twice as long as the rest of a new grid.
+        """
+        longest = min(int(_ELONGATED * tokens**0.5), _CACHED_SIZES // 2 * self._merge)
+        for size in range(self._prepared + self._merge, longest + 1, self._merge):
+            self._down(size)
+            self._across(size)
+            self._prepared = size
+
     def arrays(self, grid: Grid) -> dict[str, Array]:
         """The arrays of `grid`, with offsets counted from its own first patch."""
         lengths = self.lengths(grid)
@@ -103,7 +117,7 @@ class GridArrays:
         down, across, frame = self._down(h), self._across(w), h * w
         out["grid_thw"][:] = (1, h, w)
         step = t * frame if self._merge_temporal else frame
-        out["cu_seqlens"][:] = np.arange(step, t * frame + 1, step)
+        out["cu_seqlens"][:] = np.arange(step, t * frame + 1, step) if t > 1 else step
         by_group = (t, h // self._merge, w // self._merge, -1)
         ids = out["position_ids"].reshape(by_group)
         np.add(down["position_ids"], across["position_ids"], out=ids)

@@ -113,6 +113,10 @@ class PackedMetadata:
                 out[start : stops[name]] = self._shifted(name, item, before)
         return stops
 
+    def prepare(self, tokens: int) -> None:
+        """Make what new grids of up to `tokens` patches have in common."""
+        self._grids.prepare(tokens)
+
     def example(self, key: GraphKey) -> Bytes:
         """A block that is valid for `key`: single merge groups as far as the tables reach."""
         block = np.zeros(self.num_bytes(key), dtype=np.uint8)

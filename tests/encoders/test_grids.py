@@ -69,3 +69,40 @@ def test_taps_are_those_of_transformers_to_the_last_bit(
 def test_a_mode_that_nobody_knows_is_refused_as_transformers_refuses_it() -> None:
     with pytest.raises(ValueError, match="nearest"):
         axis_taps(4, 8, mode="nearest", padding="border", align_corners=True)
+
+
+class Counting(GridArrays):
+    """One that counts the tables it makes."""
+
+    made = 0
+
+    def _by_row(self, size: int) -> dict[str, Any]:
+        self.made += 1
+        return super()._by_row(size)
+
+    def _by_column(self, size: int) -> dict[str, Any]:
+        self.made += 1
+        return super()._by_column(size)
+
+
+@pytest.mark.parametrize("grid", [(1, 32, 32), (1, 64, 16), (1, 16, 64), (4, 10, 22)])
+def test_new_grids_of_usual_shape_need_no_table_once_they_are_prepared(grid: Grid) -> None:
+    how: dict[str, Any] = {
+        "interpolation": {"mode": "bilinear", "padding": "border", "align_corners": False}
+    }
+    arrays = Counting(2, window=4, side=48, **how)
+    arrays.prepare(256)
+    arrays.prepare(1024)
+    arrays.prepare(64)
+    assert arrays.made == 2 * 32  # heights and widths of 2 to 64 patches, each of them once
+    for name, values in arrays.arrays(grid).items():
+        assert np.array_equal(values, GridArrays(2, window=4, side=48, **how).arrays(grid)[name])
+    assert arrays.made == 2 * 32
+
+
+def test_no_more_tables_are_prepared_than_are_kept() -> None:
+    arrays = Counting(1)
+    arrays.prepare(10**9)
+    assert arrays.made == 2 * 128
+    arrays.arrays((1, 2, 128))
+    assert arrays.made == 2 * 128
