@@ -47,6 +47,16 @@ class Planner:
         self._alone: dict[tuple[Any, ...], Plan] = {}
         """Plans of calls of one item by the key that it needs."""
         self._own_keys: dict[tuple[EncoderItemSpec, Hashable, int], GraphKey | None] = {}
+        self._open: dict[tuple[Hashable, ...], tuple[tuple[int, ...], list[GraphKey]]] = {}
+        self._tables: tuple[dict[Any, Any], ...] = (
+            self._known,
+            self._same,
+            self._bounds,
+            self._chosen,
+            self._alone,
+            self._own_keys,
+            self._open,
+        )
         self._key_of = lru_cache(maxsize=_REMEMBERED)(GraphKey)
 
     def plan(self, batch: EncoderBatch, graphs: Graphs) -> Plan:
@@ -145,8 +155,7 @@ class Planner:
     def key_for(self, batch: EncoderBatch, bin_: Bin, *, for_any: bool = False) -> GraphKey:
         """The tightest key for the items of `bin_`; `for_any` batch with that many tokens."""
         items, budget = [batch.items[i] for i in bin_.items], bin_.budget
-        counts = list(map(sum, zip(*[item.num_segments for item in items], strict=True)))
-        lengths = list(zip(*[item.max_seqlen for item in items], strict=True))
+        counts, lengths = _segments(items)
         capacity = [segment_tier(n) for n in counts]
         longest = [seqlen_tier(max(kind), budget) for kind in lengths]
         uniform: list[bool] = []
@@ -173,31 +182,35 @@ class Planner:
         self, batch: EncoderBatch, same: Sequence[GraphKey], graphs: Graphs
     ) -> tuple[int, ...]:
         """Budgets that items may go to: what may be captured, and what is."""
-        budgets = {*self.budgets}
-        if not graphs.may_capture:
-            budgets = {key.token_budget for key in same if not key.uniform}
+        kind = (batch.signature, graphs.may_capture, self.budgets)
+        known = self._open.get(kind)
+        if known is None:
+            budgets = self.budgets
+            if not graphs.may_capture:
+                budgets = tuple(sorted({key.token_budget for key in same if not key.uniform}))
+            others = [key for key in same if key.token_budget not in budgets]
+            known = self._open[kind] = budgets, others
+        budgets, others = known
+        if not others or not batch.items:
+            return budgets
         # Graphs of exactly some tokens, where they take whatever part of the batch goes there.
         items, total = tuple(range(len(batch.items))), sum([i.num_tokens for i in batch.items])
-        budgets.update(
+        more = {
             key.token_budget
-            for key in same
-            if key.token_budget not in budgets
-            and items
-            and (not key.uniform or key.token_budget == total)
+            for key in others
+            if (not key.uniform or key.token_budget == total)
             and key.covers(self.key_for(batch, Bin(items, key.token_budget)))
-        )
-        return tuple(sorted(budgets))
+        }
+        return tuple(sorted({*budgets, *more})) if more else budgets
 
     def _of_signature(self, signature: Hashable, graphs: Graphs) -> list[GraphKey]:
         """Keys of the graphs for calls of `signature`.
 
         What is remembered stays as long as there are the same graphs and nothing more is measured.
         """
-        known = (self._known, self._same, self._bounds, self._chosen, self._alone, self._own_keys)
-        most = max(len(table) for table in known)
-        if graphs.measured is not self._measured or most > _REMEMBERED:
+        if graphs.measured is not self._measured or max(map(len, self._tables)) > _REMEMBERED:
             self._measured = graphs.measured
-            for table in known:
+            for table in self._tables:
                 table.clear()
         if signature not in self._same:
             same = [k for k in graphs.captured if k.signature == signature]
@@ -210,7 +223,7 @@ class Planner:
         self, batch: EncoderBatch, same: Sequence[GraphKey], measured: Measured
     ) -> Prices:
         """Prices for batches like this one: those that the same graphs take are alike."""
-        longest = [max(k) for k in zip(*(i.max_seqlen for i in batch.items), strict=True)]
+        longest = [max(kind) for kind in _segments(batch.items)[1]]
         bounds = self._bounds[batch.signature]
         kind = (batch.signature, tuple(map(bisect_left, bounds, longest)))
         known = self._known.get(kind)
@@ -296,6 +309,14 @@ def _are_worth(
         spent = sum(REPLAY(key.token_budget) for key in keys)
         return spent <= _IN_PARTS * REPLAY(tokens)
     return not in_eager or replays < eager - least
+
+
+def _segments(items: Sequence[EncoderItemSpec]) -> tuple[Sequence[int], list[tuple[int, ...]]]:
+    """How many segments `items` have together, and the longest of each, by kind of attention."""
+    if len(items) == 1:  # most calls
+        return items[0].num_segments, [(longest,) for longest in items[0].max_seqlen]
+    counts = list(map(sum, zip(*[item.num_segments for item in items], strict=True)))
+    return counts, list(zip(*[item.max_seqlen for item in items], strict=True))
 
 
 def _fill(count: int, lengths: Sequence[int], budget: int) -> bool:
