@@ -96,7 +96,7 @@ class GraphConfig:
     """A batch of sizes that has come this often, and that budgets pad by more than 4 %, gets a
     graph of exactly its tokens where that is faster. So does, on a GPU, an item of a packed tower
     that has come in as many different batches of several. At most half of `max_graphs` are of that
-    kind; 0 means never, and "upfront" has none."""
+    kind, and those that come no more give way to others; 0 means never, and "upfront" has none."""
 
     capture: CaptureMode = "lazy"
     """"lazy" records a graph when a call first needs it; "upfront" serves only what ``capture()``

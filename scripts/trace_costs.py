@@ -9,7 +9,7 @@ model is coarse. It is there to try other plans with, and says which are better 
 what they are worth is for ``scripts.bench_traces`` to say.
 
 Costs are relative to one graph for each call of exactly its tokens with dense attention. Writes
-costs.json and costs.md.
+costs.json and costs.md. Captures are those in the round that counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,17 @@ from scripts.usual_planner import usual_planner
 
 __all__ = ["TIMES", "Times", "main", "rows"]
 
-_COLUMNS = ("family", "trace", "way", "cost", "usual / it", "padding", "graphs", "in eager mode")
+_COLUMNS = (
+    "family",
+    "trace",
+    "way",
+    "cost",
+    "usual / it",
+    "padding",
+    "graphs",
+    "captures",
+    "in eager mode",
+)
 _FITTED = 16
 
 
@@ -100,8 +110,10 @@ class _Store(GraphStore):
     """Captures nothing, and knows by the model what it would have measured."""
 
     times: Times
+    captures = 0
 
     def capture(self, key: GraphKey) -> CaptureError | None:
+        self.captures += 1
         squares, signature = _squares_of(key), key.signature
         replay = self.times.of_replay(key, squares)
         eager = self.times.of_eager(key.token_budget, squares)
@@ -140,6 +152,7 @@ class _Service:
         computed: Tokens that replays computed for them.
         padding: How many of these were padding.
         in_eager: Items in eager mode.
+        captures: Made while they came.
     """
 
     def __init__(self, times: Times, manager: EncoderCudaGraphManager, config: GraphConfig) -> None:
@@ -154,10 +167,11 @@ class _Service:
             config, planner, self.store, upfront.keys_of, lambda: None, lambda _: None
         )
         self.cost = self.least = 0.0
-        self.computed = self.padding = self.in_eager = 0
+        self.computed = self.padding = self.in_eager = self.captures = 0
 
     def run(self, batches: Sequence[EncoderBatch], *, counts: bool) -> None:
         """Serve these calls, in their order."""
+        before = self.store.captures
         for batch in batches:
             plan = self.plans.ready(batch)
             if plan is None:
@@ -166,6 +180,7 @@ class _Service:
                 self.plans.used(batch)
             if counts:
                 self._count(batch, plan)
+        self.captures += counts * (self.store.captures - before)
 
     def _count(self, batch: EncoderBatch, plan: Plan) -> None:
         def held(items: Sequence[int]) -> tuple[int, int]:
@@ -235,6 +250,7 @@ def rows(
                     round(usual / service.cost, 3),
                     f"{service.padding / max(1, service.computed):.1%}",
                     len(service.store.entries),
+                    service.captures,
                     service.in_eager,
                 )
                 yield dict(zip(_COLUMNS, values, strict=True))

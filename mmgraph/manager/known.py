@@ -22,13 +22,15 @@ class Known:
         plan: The plan.
         uses: How often the batch came.
         waiting: Keys that would be captured if they were asked for more often, or had room.
-        tried: Whether a graph of exactly its tokens was tried since the last capture.
+        again: Uses from which on a graph of exactly its tokens is tried, from ``exact_after`` on.
+        wish: The key of such a graph, if it would be captured if there was room.
     """
 
     plan: Plan
     uses: int
     waiting: tuple[GraphKey, ...] = ()
-    tried: bool = False
+    again: float = 0
+    wish: GraphKey | None = None
 
 
 class KnownPlans:

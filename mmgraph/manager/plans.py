@@ -10,26 +10,20 @@ from mmgraph.log import get_logger
 from mmgraph.manager.demand import Demand
 from mmgraph.manager.known import Known, KnownPlans
 from mmgraph.manager.plan import Planner
-from mmgraph.manager.planned import Graphs, Plan, Replay
-from mmgraph.manager.prices import Measured, in_eager, saving
+from mmgraph.manager.planned import Graphs, Plan
+from mmgraph.manager.prices import Measured, Savings, saving
 from mmgraph.manager.store import GraphStore
-from mmgraph.policy import Bin
+from mmgraph.manager.tight import TightGraphs
 from mmgraph.types import EncoderBatch, GraphKey, Reason
 
 __all__ = ["Plans"]
 
 _logger = get_logger(__name__)
-_TOLERATED_PADDING = 0.04
-_WORTH = 0.02
-"""Of its own time, what a graph of exactly one item has to save at least."""
 _ROUNDS = 2
 
 
 class Plans:
     """Plans by batch; used under the manager's lock.
-
-    A batch that comes again and again, a camera's image for example, needn't pay for the padding of
-    a budget for ever: it gets a graph of exactly its tokens, if that is faster.
 
     Args:
         config: What the user wants.
@@ -60,7 +54,16 @@ class Plans:
         self._known = KnownPlans()
         self._demand = Demand()
         self._general_keys: dict[int, GraphKey | None] = {}
-        self._savings: tuple[Measured, dict[GraphKey, float]] | None = None
+        self._savings = Savings(lambda: store.measured)
+        self._tight = TightGraphs(
+            config,
+            planner,
+            store,
+            self._demand,
+            self._savings,
+            self._capture_instead,
+            lambda: self.lazy,
+        )
         self._scarce: tuple[Measured, tuple[int, ...], bool] | None = None
         """Whether there is hardly room for more graphs, by the graphs and budgets there were."""
 
@@ -83,7 +86,7 @@ class Plans:
         known = self._known.get(batch)
         if known is None:
             uses = self._known.uses(batch)
-            if self._recurring(batch, counted=False) or self._is_frequent(uses + 1):
+            if self._tight.recurring(batch, counted=False) or self._tight.is_due(uses + 1):
                 return None
             plan = self._planner.plan(batch, self._graphs(may_capture=True))
             captured = all(replay.key in self._store.entries for replay in plan.replays)
@@ -93,7 +96,7 @@ class Plans:
             return plan
         if known.waiting or known.plan.eager or not known.plan.replays:
             return None
-        return known.plan if known.tried or not self._is_frequent(known.uses + 1) else None
+        return None if self._tight.is_due(known.uses + 1, known) else known.plan
 
     def used(self, batch: EncoderBatch) -> None:
         """Count that a plan that was ready has served."""
@@ -101,9 +104,8 @@ class Plans:
         known.uses += 1
         self._demand.call()
         if known.uses == 1:
-            self._wish(batch)
-        for replay in known.plan.replays:
-            self._demand.add(replay.key)
+            self._tight.wish(batch)
+        self._add_demand(known)
 
     def plan(self, batch: EncoderBatch) -> Plan:
         """A plan whose replays are all captured; captures what it needs where that is allowed."""
@@ -112,25 +114,25 @@ class Plans:
         if known is None:
             uses = self._known.uses(batch) + 1
             if uses == 1:
-                self._wish(batch)
-            for key in self._recurring(batch, counted=True):
-                self._capture_exact(key)
+                self._tight.wish(batch)
+            for key in self._tight.recurring(batch, counted=True):
+                self._tight.capture_item(key)
             known = self._make(batch, uses, is_new=True)
         else:
             known.uses += 1
             if known.waiting and self._are_due(known.waiting):
                 known = self._make(batch, known.uses, is_new=False)
-        if not known.tried and self._is_frequent(known.uses):
-            plan = self._tightened(batch, known.plan)
-            waiting = known.waiting if plan is known.plan else ()
-            known = self._known[batch] = Known(plan, known.uses, waiting, tried=True)
-        for replay in known.plan.replays:
-            self._demand.add(replay.key)
+        if self._tight.is_due(known.uses, known):
+            known = self._known[batch] = self._tight.tried(batch, known)
+        self._add_demand(known)
         return known.plan
 
-    def _is_frequent(self, uses: int) -> bool:
-        """Whether a batch that came so often may have a graph of exactly its tokens."""
-        return 0 < self._config.exact_after <= uses
+    def _add_demand(self, known: Known) -> None:
+        """Count a use of each graph of a plan, and of one that there is no room for yet."""
+        for replay in known.plan.replays:
+            self._demand.add(replay.key)
+        if known.wish is not None:
+            self._demand.add(known.wish)
 
     def _are_due(self, waiting: Sequence[GraphKey]) -> bool:
         """Count another wish for keys that were too rare or too many; whether one is due."""
@@ -222,27 +224,20 @@ class Plans:
         ):
             others = [graph for graph in store.entries if graph not in {*in_use, *gone}]
             worth = partial(saving, measured=measured, gone=frozenset(gone))
-            victim = self._demand.victim(key, others, worth if gone else self._saving)
+            victim = self._demand.victim(key, others, worth if gone else self._savings)
             if victim is None:
                 return None
             gone.append(victim)
         return gone
 
-    def _saving(self, key: GraphKey) -> float:
-        """What a use of `key` saves, which is asked again at each call that waits for a graph."""
-        measured = self._store.measured
-        if self._savings is None or self._savings[0] is not measured:
-            self._savings = measured, {}
-        known = self._savings[1]
-        if key not in known:
-            known[key] = saving(key, measured)
-        return known[key]
-
     def _capture(self, key: GraphKey, in_use: Collection[GraphKey] = ()) -> None:
-        """Capture `key`; plans made before don't know of it, or that it failed."""
+        """Capture `key`, unless another one of the call has taken the room."""
         victims = self._victims(key, in_use)
-        if victims is None:  # another one of the call took the room
-            return
+        if victims is not None:
+            self._capture_instead(key, victims)
+
+    def _capture_instead(self, key: GraphKey, victims: Sequence[GraphKey]) -> None:
+        """Capture `key`; plans made before don't know of it, or that it failed."""
         self._known.forget()
         before = set(self._store.entries)
         if victims:
@@ -253,98 +248,3 @@ class Plans:
         if gone:
             self._evicted(len(gone))
         self._captured()
-
-    def _tightened(self, batch: EncoderBatch, plan: Plan) -> Plan:
-        """One replay of exactly the tokens of `batch` where that is faster than `plan`."""
-        tokens = sum(item.num_tokens for item in batch.items)
-        spent = sum(replay.key.token_budget for replay in plan.replays)
-        padded = not plan.replays or spent - tokens > _TOLERATED_PADDING * spent
-        by_choice = all(part.reason is Reason.NOT_FASTER for part in plan.eager)
-        if not (by_choice and self._has_room_for_exact() and tokens <= self._planner.budgets[-1]):
-            return plan
-        items = tuple(range(len(batch.items)))
-        key = self._planner.key_for(batch, Bin(items, tokens))
-        tighter = padded or (key.uniform and plan.replays != (Replay(items, key),))
-        if not tighter or key in self._store.failed:
-            return plan
-        if key not in self._store.entries:
-            self._capture(key)
-        if key not in self._store.entries or not self._is_faster(key, plan, batch):
-            return plan
-        return Plan((Replay(items, key),), ())
-
-    def _has_room_for_exact(self) -> bool:
-        """Whether there may be more graphs of exactly some tokens.
-
-        Half of the graphs are left to the budgets, which serve everything else.
-        """
-        entries, most = self._store.entries, self._config.max_graphs
-        exact = sum(key.token_budget not in self._planner.budgets for key in entries)
-        return self.lazy and 2 * exact < most and len(entries) < most
-
-    def _wish(self, batch: EncoderBatch) -> None:
-        """Count the items of a batch of several that come in a company that is new."""
-        for key in self._keys_of_items(batch):
-            self._demand.add(key)
-
-    def _recurring(self, batch: EncoderBatch, *, counted: bool) -> list[GraphKey]:
-        """Graphs to capture for single items of `batch`, since these came often enough by now.
-
-        None of them takes the room of another graph.
-
-        Args:
-            batch: Of several items.
-            counted: Whether this time is counted already.
-        """
-        if len(batch.items) < 2 or not self._has_room_for_exact():
-            return []
-        least, store = self._config.exact_after, self._store
-        return [
-            key
-            for key in self._keys_of_items(batch)
-            if self._demand.wanted(key, least, not counted) and store.has_room(key)
-        ]
-
-    def _keys_of_items(self, batch: EncoderBatch) -> list[GraphKey]:
-        """Keys of exactly one item of a batch of several, where there is no such graph yet.
-
-        An item that fills a budget has one anyway.
-        """
-        if len(batch.items) < 2 or not self._config.exact_after or not self.lazy:
-            return []
-        store, budgets = self._store, self._planner.budgets
-        keys = dict.fromkeys(
-            self._planner.own_key(item, batch.signature)
-            for item in batch.items
-            if item.num_tokens not in budgets
-        )
-        return [k for k in keys if k and k not in store.entries and k not in store.failed]
-
-    def _capture_exact(self, key: GraphKey) -> None:
-        """Capture a graph of exactly one item, and keep it where no other serves that as fast."""
-        if not (self._has_room_for_exact() and self._store.has_room(key)):
-            return  # another one of the call took it
-        self._capture(key)
-        seconds = self._store.measured.replays.get(key)
-        if seconds is not None and saving(key, self._store.measured) < _WORTH * seconds:
-            self._store.drop(key, Reason.NOT_FASTER)
-
-    def _is_faster(self, key: GraphKey, plan: Plan, batch: EncoderBatch) -> bool:
-        store = self._store
-        if not store.backend.is_timed:
-            return True
-        if plan.replays:
-            limit = sum(self._seconds(replay, batch) for replay in plan.replays)
-        else:
-            limit = in_eager(key, key.token_budget, store.measured) or 0.0
-        if self._seconds(Replay(tuple(range(len(batch.items))), key), batch) < limit:
-            return True
-        store.drop(key, Reason.NOT_FASTER)
-        return False
-
-    def _seconds(self, replay: Replay, batch: EncoderBatch) -> float:
-        """What a replay takes now for its part of `batch`."""
-        seconds, measured = self._store.seconds(replay.key), self._store.measured
-        held = sum(batch.items[i].squares for i in replay.items)
-        full, part = measured.replay(replay.key), measured.replay(replay.key, held)
-        return seconds * part / full if full and part else seconds

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmgraph.policy import EAGER, REPLAY, Curve
 from mmgraph.types import GraphKey
 
-__all__ = ["PER_REPLAY", "Measured", "Prices", "in_eager", "saving"]
+__all__ = ["PER_REPLAY", "Measured", "Prices", "Savings", "in_eager", "saving"]
 
 PER_REPLAY = 30e-6
 """Seconds of what goes with a replay: copies into buffers and out of them, and their launches."""
@@ -205,6 +205,28 @@ def saving(key: GraphKey, measured: Measured, gone: Collection[GraphKey] = ()) -
     return max(1e-9, instead - replay)
 
 
+class Savings:
+    """What a use of each graph saves, which is asked again at each call that waits for one.
+
+    Args:
+        measured: Gives what is known; another object once that changed.
+    """
+
+    def __init__(self, measured: Callable[[], Measured]) -> None:
+        self._measured = measured
+        self._of: Measured | None = None
+        self._known: dict[GraphKey, float] = {}
+
+    def __call__(self, key: GraphKey) -> float:
+        """Seconds, see :func:`saving`."""
+        measured = self._measured()
+        if self._of is not measured:
+            self._of, self._known = measured, {}
+        if key not in self._known:
+            self._known[key] = saving(key, measured)
+        return self._known[key]
+
+
 def _squares(key: GraphKey, measured: Measured) -> int | None:
     """What a call holds that `key` is timed with; ``None`` if that isn't known."""
     if key.uniform and key.uniform[0]:
@@ -214,9 +236,9 @@ def _squares(key: GraphKey, measured: Measured) -> int | None:
 
 def _expected(key: GraphKey, measured: Measured) -> float | None:
     """Seconds of a replay of `key` by those of other budgets, if there are any."""
-    points = {
-        k.token_budget: s for k, s in measured.replays.items() if k.signature == key.signature
-    }
+    same = [k for k in measured.replays if k.signature == key.signature]
+    alike = [k for k in same if bool(k.uniform) == bool(key.uniform)]
+    points = {k.token_budget: measured.replays[k] for k in alike or same}
     return Curve(points, int(REPLAY.fixed))(key.token_budget) if points else None
 
 

@@ -400,7 +400,6 @@ def test_none_takes_the_room_of_another_graph(timed: Any) -> None:
     serve(manager, [4], [30], *in_company(0, 12))
     assert keys_of(manager) == {(8, False), (32, False)}
     assert manager.stats().evictions == 0
-    assert not manager._plans._has_room_for_exact()
 
 
 def test_of_two_that_are_due_at_once_the_first_takes_the_room(timed: Any) -> None:
@@ -409,6 +408,20 @@ def test_of_two_that_are_due_at_once_the_first_takes_the_room(timed: Any) -> Non
     assert keys_of(manager) == {(32, False), (18, True)}
     serve(manager, [20, 22], [22, 20])
     assert len(keys_of(manager) & {(20, True), (22, True)}) == 1
+
+
+def test_an_item_takes_the_place_of_one_that_comes_no_more(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmgraph.manager.demand._HALF_LIFE", 10)
+    manager = timed(exact_after=3, token_budgets=(32,), max_graphs=2)
+    serve(manager, *in_company(0, 3), *[[20, other] for other in (2, 4, 6)])
+    assert keys_of(manager) == {(32, False), (18, True)}  # it came not long ago
+    assert manager.stats().evictions == 0
+    serve(manager, *[[20, other] for other in (8, 10, 12)])
+    assert keys_of(manager) == {(32, False), (20, True)}
+    assert manager.stats().evictions == 1
+    assert manager.stats().misses == {}
 
 
 def test_items_of_no_tokens_have_none() -> None:
@@ -476,7 +489,7 @@ def test_a_graph_of_all_is_held_against_others_on_the_same_call(timed: Any) -> N
     (replay,) = plan_of.ready(manager.model.item_specs(call_of([18, 10]))).replays
     assert replay.key.token_budget == 32
     batch = manager.model.item_specs(call_of([18, 10]))
-    assert plan_of._seconds(replay, batch) == pytest.approx(seconds_of([18, 10], 32, SLOPE))
+    assert plan_of._tight._seconds(replay, batch) == pytest.approx(seconds_of([18, 10], 32, SLOPE))
 
 
 def test_costs_of_budgets_and_of_their_graphs_are_of_one_kind() -> None:

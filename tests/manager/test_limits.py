@@ -163,7 +163,7 @@ def test_what_a_graph_saves_is_worked_out_once_for_the_graphs_there_are(
     """A call that waits for a graph asks at each turn."""
     asked = []
     monkeypatch.setattr(
-        "mmgraph.manager.plans.saving", lambda key, measured, gone=(): asked.append(key) or 1e-3
+        "mmgraph.manager.prices.saving", lambda key, measured, gone=(): asked.append(key) or 1e-3
     )
     manager = make_manager(max_graphs=2, max_items=1)
     serve(manager, [8], [8], [16], [16], *[[30]] * 3)
