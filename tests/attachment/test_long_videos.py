@@ -98,3 +98,17 @@ def test_outputs_of_parts_belong_to_the_caller(case: Case) -> None:
         copies = [tensor.clone() for tensor in kept]
         case.tower(**case.call([(8, 8, 8)]))
         assert all(map(torch.equal, kept, copies))
+
+
+def test_where_nobody_here_knows_how_positions_are_read_eager_mode_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers may learn a mode of interpolation that we don't know yet."""
+    case = Case("qwen3_vl", "cpu")
+    monkeypatch.setattr("mmgraph.encoders.grids._OFFSETS", {})
+    with torch.no_grad(), case.attach(GraphConfig(token_budgets=(64, 256))) as handle:
+        for grids in ([(1, 8, 8)], [(8, 8, 8)], [(1, 8, 8), (8, 8, 8)]):
+            call = case.call(grids)
+            case.assert_equal_to_eager(case.tower(**call), case.eager(call), call)
+        stats = handle.stats()
+    assert stats.items == sum(stats.misses.values()) == 4
