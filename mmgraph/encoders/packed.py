@@ -54,8 +54,7 @@ class PackedEncoder(TowerEncoder):
     ) -> None:
         super().__init__(tower, method, preparation, watch)
         self.metadata = PackedMetadata(tower.module)
-        self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor | None] = OrderedDict()
-        """``None`` for metadata that was asked for once."""
+        self._uploaded: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._signatures: dict[Hashable, Hashable] = {}
         """By what a call is besides its sizes."""
         self._lock = threading.Lock()
@@ -138,7 +137,7 @@ class PackedEncoder(TowerEncoder):
             pieces = [main[offsets[a] : offsets[b]] for a, b in runs(items)]
         return {
             self.signature.main_input: pieces,
-            _METADATA: [self._metadata(batch, tuple(items), key)],
+            _METADATA: [self._uploaded_metadata(batch, tuple(items), key)],
         }
 
     def encoder_forward(self, buffers: Mapping[str, torch.Tensor], key: GraphKey) -> Any:
@@ -220,33 +219,28 @@ class PackedEncoder(TowerEncoder):
             )
         return spec
 
-    def _metadata(self, batch: EncoderBatch, items: tuple[int, ...], key: GraphKey) -> torch.Tensor:
-        """Metadata of some items: of those that came before, on the tower's device.
-
-        What comes for the first time goes from the host right into the graph's buffer.
-        """
-        call = (batch, items, key)
+    def _uploaded_metadata(
+        self, batch: EncoderBatch, items: tuple[int, ...], key: GraphKey
+    ) -> torch.Tensor:
+        """Metadata of some items on the tower's device, remembered for next time."""
         with self._lock:
-            known = self._uploaded.get(call)
-            if known is not None:
-                self._uploaded.move_to_end(call)
-                return known
-            written = self._written(tuple([batch.items[i].geometry for i in items]), key)
-            if call in self._uploaded:
-                written = written.to(self.device, non_blocking=True)
-                self._uploaded[call] = written
-            else:
-                self._uploaded[call] = None
+            known = self._uploaded.get((batch, items, key))
+            if known is None:
+                grids = tuple(batch.items[i].geometry for i in items)
+                known = self._uploaded[batch, items, key] = self._upload(grids, key)
                 if len(self._uploaded) > _CACHED_METADATA:
                     self._uploaded.popitem(last=False)
-            return written
+            else:
+                self._uploaded.move_to_end((batch, items, key))
+            return known
 
-    def _written(self, grids: tuple[Grid, ...], key: GraphKey) -> torch.Tensor:
-        """Metadata in memory of the host, from which a copy doesn't wait."""
-        is_pinned = self.device.type == "cuda"
-        block = torch.empty(self.metadata.num_bytes(key), dtype=torch.uint8, pin_memory=is_pinned)
-        self.metadata.fill(block.numpy(), grids, key)
-        return block
+    def _upload(self, grids: tuple[Grid, ...], key: GraphKey) -> torch.Tensor:
+        device = self.device
+        host = torch.empty(
+            self.metadata.num_bytes(key), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        self.metadata.fill(host.numpy(), grids, key)
+        return host.to(device, non_blocking=True)
 
     def _examples(self, budget: int, max_items: int) -> Sequence[EncoderBatch]:
         """One square image, and one of over half the budget among as many small ones as fit."""

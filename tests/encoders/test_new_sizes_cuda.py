@@ -24,7 +24,7 @@ def test_new_sizes_on_the_heels_of_each_other_are_served_right(family: str) -> N
     config = GraphConfig(capture="upfront", token_budgets=[64, 256, 576])
     with torch.no_grad(), mmgraph.attach(case.tower, config) as handle:
         torch.cuda.synchronize()
-        # Twice: what comes for the second time is what stays on the device.
+        # Twice: the second time with what is remembered of the first.
         outputs = [case.tower(**call) for call in (*calls, *calls)]
         for output, call in zip(outputs, (*calls, *calls), strict=True):
             case.assert_equal_to_eager(output, case.eager(call), call)
