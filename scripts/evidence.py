@@ -92,7 +92,7 @@ def parts(out: Path, workers: int) -> dict[str, Part]:
         "bench-packed": Part((*bench, *packed, "--out", str(out / "packed")), 280),
         "bench-rows": Part((*bench, *rows, "--out", str(out / "rows")), 280),
         **{
-            f"bench-{mode}": Part((*bench, *compiled, mode, "--out", str(out / mode)), 400)
+            f"bench-{mode}": Part((*bench, *compiled, mode, "--out", str(out / mode)), 590)
             for mode in modes
         },
         "start": Part((*module, "scripts.bench_start", "--out", str(out)), 240),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -44,8 +44,6 @@ def open_compiled(
     Gives the call and what it took. Whatever the compiler raises comes through.
     """
     torch._dynamo.reset()
-    if MODES[name] == "max-autotune":
-        _wait_for_workers()
     try:
         call = _compiled_call(subject, size, inputs, MODES[name])
         synchronize = synchronizer(subject.device)
@@ -60,19 +58,6 @@ def open_compiled(
         yield call, Cost(first_call_s=seconds, compile_s=seconds)
     finally:
         torch._dynamo.reset()
-
-
-def _wait_for_workers() -> None:
-    """Wait for the compiler's processes, where it has some.
-
-    It doesn't: while they start, it compiles the kernels that it chooses from one by one. That took
-    36 s for a single product on an H200's host of 16 cores.
-    """
-    # It has gone by other names, and goes on without them.
-    with suppress(ImportError, AttributeError, TimeoutError):
-        from torch._inductor.async_compile import AsyncCompile
-
-        AsyncCompile.wait_pool_ready()
 
 
 def _compiled_call(subject: Subject, size: CallSize, inputs: Inputs, mode: str | None) -> Call:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.async_compile import AsyncCompile
 
 from mmgraph.bench.accuracy import output_error
 from mmgraph.bench.compiled import MODES, open_compiled
@@ -49,13 +48,8 @@ def test_compiled_towers_give_what_eager_mode_gives(name: str, modes: list[str |
     assert modes == [None]
 
 
-def test_each_baseline_of_the_compiler_has_its_mode(
-    modes: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[int] = []  # for the compiler's processes, before they are needed
-    monkeypatch.setattr(AsyncCompile, "wait_pool_ready", lambda: waits.append(len(modes)))
+def test_each_baseline_of_the_compiler_has_its_mode(modes: list[str | None]) -> None:
     report = run(_options(tuple(MODES)))
-    assert waits == [2]
     (row,) = report.rows
     assert modes == [None, "reduce-overhead", "max-autotune"]
     assert MODES.keys() <= row.timings.keys()
