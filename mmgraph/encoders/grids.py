@@ -47,6 +47,7 @@ class GridArrays:
 
     Attributes:
         columns: Shape of an entry and dtype by the name of an array.
+        are_known: Whether arrays can be computed: not in a mode of interpolation that isn't known.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class GridArrays:
         self._merge, self._group, self._window = merge, merge**2, window
         self._temporal, self._merge_temporal = temporal, merge_temporal
         self._side, self._interpolation = side, dict(interpolation or {})
+        self.are_known = True
         self.columns: dict[str, tuple[tuple[int, ...], Any]] = {
             "grid_thw": ((3,), np.int64),
             "cu_seqlens": ((), np.int32),
@@ -71,6 +73,7 @@ class GridArrays:
             self.columns |= {"window_index": ((), np.int64), "cu_window_seqlens": ((), np.int32)}
         if side is not None:
             taps = len(_OFFSETS.get(self._interpolation["mode"], ())) ** 2
+            self.are_known = taps > 0
             self.columns["interp_indices"] = ((taps,), np.int64)
             self.columns["interp_weights"] = ((taps,), np.float32)
         self._down = lru_cache(maxsize=_CACHED_SIZES)(self._by_row)

@@ -160,10 +160,9 @@ class PackedMetadata:
     def _compare_with_frames(self, grid: Grid) -> bool:
         """Whether the metadata of a video is that of its frames as images, one after another."""
         t, h, w = grid
-        try:
-            whole, frame = self.arrays(grid), self.arrays((1, h, w))
-        except ValueError:  # a mode of interpolation that we don't know
+        if not self._grids.are_known:
             return False
+        whole, frame = self.arrays(grid), self.arrays((1, h, w))
         return all(
             np.array_equal(
                 values, np.concatenate([self._shifted(name, frame, i * h * w) for i in range(t)])

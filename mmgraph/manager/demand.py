@@ -14,6 +14,8 @@ _HALF_LIFE = 1000
 _REMEMBERED = 4096
 _ASKED_BEFORE_OTHERS_GO = 4
 _CLEARLY = 2.0
+_SIGMA = 3.0
+"""Standard deviations of a count of independent uses, beyond which a difference is no chance."""
 
 
 class Demand:
@@ -25,25 +27,25 @@ class Demand:
     """
 
     def __init__(self) -> None:
-        self._calls = 0
+        self.calls = 0
         self._scores: dict[GraphKey, tuple[float, int]] = {}
         self._evictions: dict[GraphKey, int] = {}
 
     def call(self) -> None:
         """Count a call."""
-        self._calls += 1
+        self.calls += 1
 
     def add(self, key: GraphKey) -> None:
         """Count a use of `key`, or a wish for it."""
-        self._scores[key] = (self.of(key) + 1.0, self._calls)
+        self._scores[key] = (self.of(key) + 1.0, self.calls)
         if len(self._scores) > _REMEMBERED:
             for old in sorted(self._scores, key=self.of)[: _REMEMBERED // 4]:
                 del self._scores[old]
 
     def of(self, key: GraphKey) -> float:
         """How often `key` was used or wished for, lately."""
-        score, then = self._scores.get(key, (0.0, self._calls))
-        return float(score * 0.5 ** ((self._calls - then) / _HALF_LIFE))
+        score, then = self._scores.get(key, (0.0, self.calls))
+        return float(score * 0.5 ** ((self.calls - then) / _HALF_LIFE))
 
     def wanted(self, key: GraphKey, min_hits: int, more: int = 0) -> bool:
         """Whether `key` was asked for often enough to be captured, with as many wishes `more`."""
@@ -65,6 +67,18 @@ class Demand:
         least = min(graphs, key=lambda graph: self.of(graph) * saving(graph))
         worth = self.of(least) * saving(least)
         return least if asked * saving(key) > _CLEARLY * worth else None
+
+    def is_clearly_more(
+        self, key: GraphKey, graph: GraphKey, saving: Callable[[GraphKey], float]
+    ) -> bool:
+        """Whether `key` is more useful than `graph`, and not just lately by chance.
+
+        Among many sizes that are asked for alike there are always some whose last uses are many,
+        and some whose are few: these must not take each other's place for ever.
+        """
+        asked, used = self.of(key), self.of(graph)
+        least = asked - _SIGMA * asked**0.5
+        return least * saving(key) > (used + _SIGMA * used**0.5) * saving(graph)
 
     def evicted(self, keys: Iterable[GraphKey]) -> None:
         """Note that the graphs of `keys` had to go."""

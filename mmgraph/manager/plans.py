@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial, reduce
+from math import inf
 
 from mmgraph.config import GraphConfig
 from mmgraph.log import get_logger
@@ -115,8 +116,7 @@ class Plans:
             uses = self._known.uses(batch) + 1
             if uses == 1:
                 self._tight.wish(batch)
-            for key in self._tight.recurring(batch, counted=True):
-                self._tight.capture_item(key)
+            self._tight.capture_items(batch)
             known = self._make(batch, uses, is_new=True)
         else:
             known.uses += 1
@@ -124,6 +124,10 @@ class Plans:
                 known = self._make(batch, known.uses, is_new=False)
         if self._tight.is_due(known.uses, known):
             known = self._known[batch] = self._tight.tried(batch, known)
+            if any(replay.key not in self._store.entries for replay in known.plan.replays):
+                # The attempt left no room for what was there.
+                known = self._make(batch, known.uses, is_new=False)
+                known.again = inf
         self._add_demand(known)
         return known.plan
 

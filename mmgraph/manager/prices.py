@@ -236,9 +236,9 @@ def _squares(key: GraphKey, measured: Measured) -> int | None:
 
 def _expected(key: GraphKey, measured: Measured) -> float | None:
     """Seconds of a replay of `key` by those of other budgets, if there are any."""
-    same = [k for k in measured.replays if k.signature == key.signature]
-    alike = [k for k in same if bool(k.uniform) == bool(key.uniform)]
-    points = {k.token_budget: measured.replays[k] for k in alike or same}
+    points = {
+        k.token_budget: s for k, s in measured.replays.items() if k.signature == key.signature
+    }
     return Curve(points, int(REPLAY.fixed))(key.token_budget) if points else None
 
 

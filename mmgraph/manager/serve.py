@@ -203,6 +203,8 @@ class Server:
             divided = None if parts is None else self._plans.plan(parts)
             if parts is not None and divided is not None and not divided.eager:
                 return parts, divided
+            if any(replay.key not in self._store.entries for replay in plan.replays):
+                plan = self._plans.plan(batch)  # the parts have taken the place of its graphs
         return batch, plan
 
     def _beyond_budgets(

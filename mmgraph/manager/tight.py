@@ -16,7 +16,7 @@ from mmgraph.manager.demand import Demand
 from mmgraph.manager.known import Known
 from mmgraph.manager.plan import Planner
 from mmgraph.manager.planned import Plan, Replay
-from mmgraph.manager.prices import Savings, in_eager, saving
+from mmgraph.manager.prices import Measured, Savings, in_eager, saving
 from mmgraph.manager.store import GraphStore
 from mmgraph.policy import Bin
 from mmgraph.types import EncoderBatch, GraphKey, Reason
@@ -28,6 +28,8 @@ _WORTH = 0.02
 """Of its own time, what a graph of exactly one item has to save at least."""
 _PATIENCE = 4
 """Times ``exact_after``: uses after which it is asked again whether another graph gives way."""
+_STEADY = 32
+"""Calls for which the least useful graph is taken to stay it."""
 
 
 class TightGraphs:
@@ -61,6 +63,7 @@ class TightGraphs:
         self._savings = savings
         self._capture = capture
         self._is_open = is_open
+        self._least: tuple[int, Measured, GraphKey | None] | None = None
 
     def is_due(self, uses: int, known: Known | None = None) -> bool:
         """Whether a graph for a batch that comes for the `uses`-th time is to be tried now."""
@@ -101,14 +104,34 @@ class TightGraphs:
     def _victims(
         self, key: GraphKey, in_use: Collection[GraphKey] = ()
     ) -> Sequence[GraphKey] | None:
-        """Graphs to free for one of `key`; ``None`` if there is no room for it."""
+        """Graphs to free for one of `key`; ``None`` if there is no room for it.
+
+        None is freed for its memory: on a GPU the pool would keep that.
+        """
+        if not self._store.has_room(key):
+            return None
         graphs = self._graphs()
-        is_left = 2 * len(graphs) < self._most and len(self._store.entries) < self._most
-        if is_left and self._store.has_room(key):
+        if 2 * len(graphs) < self._most and len(self._store.entries) < self._most:
             return ()
-        others = [graph for graph in graphs if graph not in in_use]
-        victim = self._demand.victim(key, others, self._savings)
-        return (victim,) if victim is not None and self._store.has_room(key, [victim]) else None
+        if not self._demand.wanted(key, self._after):
+            return None
+        victim = self._least_useful(graphs)
+        if victim is None or victim in in_use or victim not in self._store.entries:
+            return None
+        more = self._demand.is_clearly_more(key, victim, self._savings)
+        return (victim,) if more else None
+
+    def _least_useful(self, graphs: Sequence[GraphKey]) -> GraphKey | None:
+        """One of `graphs`; which it is is asked again after some calls, or when others came."""
+        now = (self._demand.calls // _STEADY, self._store.measured)
+        if self._least is None or self._least[0] != now[0] or self._least[1] is not now[1]:
+            least = min(
+                graphs,
+                key=lambda graph: self._demand.of(graph) * self._savings(graph),
+                default=None,
+            )
+            self._least = (*now, least)
+        return self._least[2]
 
     def _graphs(self) -> list[GraphKey]:
         """Those that there are."""
@@ -116,7 +139,10 @@ class TightGraphs:
         return [key for key in self._store.entries if key.token_budget not in budgets]
 
     def wish(self, batch: EncoderBatch) -> None:
-        """Count the items of a batch of several that come in a company that is new."""
+        """Count the items of a batch of several that come in a company that is new.
+
+        Those that have a graph as well: wishes are held against them.
+        """
         for key in self._keys_of_items(batch):
             self._demand.add(key)
 
@@ -127,36 +153,43 @@ class TightGraphs:
             batch: Of several items.
             counted: Whether this time is counted already.
         """
+        keys = self._keys_of_items(batch)
         return [
             key
-            for key in self._keys_of_items(batch)
-            if self._demand.wanted(key, self._after, not counted) and self._victims(key) is not None
+            for key in keys
+            if key not in self._store.entries
+            and self._demand.wanted(key, self._after, not counted)
+            and self._victims(key, keys) is not None
         ]
 
     def _keys_of_items(self, batch: EncoderBatch) -> list[GraphKey]:
-        """Keys of exactly one item of a batch of several, where there is no such graph yet.
+        """Keys of exactly one item of a batch of several.
 
         An item that fills a budget has one anyway.
         """
         if len(batch.items) < 2 or not (self._after and self._is_open()):
             return []
-        store, budgets = self._store, self._planner.budgets
+        failed, budgets = self._store.failed, self._planner.budgets
         keys = dict.fromkeys(
             self._planner.own_key(item, batch.signature)
             for item in batch.items
             if item.num_tokens not in budgets
         )
-        return [k for k in keys if k and k not in store.entries and k not in store.failed]
+        return [key for key in keys if key is not None and key not in failed]
 
-    def capture_item(self, key: GraphKey) -> None:
-        """Capture a graph of exactly one item, and keep it where no other serves that as fast."""
-        victims = self._victims(key)
-        if victims is None:  # another one of the call took the room
-            return
-        self._capture(key, victims)
-        seconds = self._store.measured.replays.get(key)
-        if seconds is not None and saving(key, self._store.measured) < _WORTH * seconds:
-            self._store.drop(key, Reason.NOT_FASTER)
+    def capture_items(self, batch: EncoderBatch) -> None:
+        """Capture graphs of exactly one item each for those of `batch` that came often enough.
+
+        One is kept where no other graph serves its item as fast.
+        """
+        for key in self.recurring(batch, counted=True):
+            victims = self._victims(key, self._keys_of_items(batch))
+            if victims is None:  # another one of the call took the room
+                continue
+            self._capture(key, victims)
+            seconds = self._store.measured.replays.get(key)
+            if seconds is not None and saving(key, self._store.measured) < _WORTH * seconds:
+                self._store.drop(key, Reason.NOT_FASTER)
 
     def _is_faster(self, key: GraphKey, plan: Plan, batch: EncoderBatch) -> bool:
         store = self._store

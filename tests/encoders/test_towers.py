@@ -16,6 +16,7 @@ from mmgraph import (
     supports_encoder_cudagraph,
 )
 from mmgraph.encoders import CallSignature, TowerEncoder
+from mmgraph.encoders.metadata import PackedMetadata
 from tests.encoders.cases import GRIDS, OFFSETS, TOKENS_PER_ROW, call_of, make_encoder
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -187,6 +188,16 @@ def test_an_uploaded_block_is_remembered_by_grids_and_key(packed: TowerEncoder) 
     assert block((0, 1), key) is first
     assert block((0, 1), other).numel() > first.numel()
     assert not torch.equal(block((1, 2), key), first)
+
+
+def test_a_capture_prepares_for_new_grids_of_its_budget(
+    packed: TowerEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[int] = []
+    monkeypatch.setattr(PackedMetadata, "prepare", lambda _, tokens: prepared.append(tokens))
+    signature = packed.item_specs(call_of("packed")).signature
+    packed.capture_inputs(GraphKey(64, (8,), (64,), signature))
+    assert prepared == [64]
 
 
 @pytest.mark.parametrize(("budget", "max_items"), [(64, 1), (64, 8), (256, 3), (16, 8)])

@@ -413,7 +413,8 @@ def test_of_two_that_are_due_at_once_the_first_takes_the_room(timed: Any) -> Non
 def test_an_item_takes_the_place_of_one_that_comes_no_more(
     timed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmgraph.manager.demand._HALF_LIFE", 10)
+    monkeypatch.setattr("mmgraph.manager.demand._SIGMA", 0.0)
+    monkeypatch.setattr("mmgraph.manager.tight._STEADY", 1)
     manager = timed(exact_after=3, token_budgets=(32,), max_graphs=2)
     serve(manager, *in_company(0, 3), *[[20, other] for other in (2, 4, 6)])
     assert keys_of(manager) == {(32, False), (18, True)}  # it came not long ago
@@ -422,6 +423,16 @@ def test_an_item_takes_the_place_of_one_that_comes_no_more(
     assert keys_of(manager) == {(32, False), (20, True)}
     assert manager.stats().evictions == 1
     assert manager.stats().misses == {}
+
+
+def test_two_items_of_a_call_leave_each_other_alone(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmgraph.manager.demand._SIGMA", -9.0)  # whatever is asked for is more
+    manager = timed(exact_after=2, token_budgets=(64,), max_graphs=2)
+    serve(manager, [18, 24], [24, 18], [18, 24, 2], [24, 18, 2])
+    assert manager._store.backend.captured == [64, 24]
+    assert manager.stats().evictions == 0
 
 
 def test_items_of_no_tokens_have_none() -> None:

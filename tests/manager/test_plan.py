@@ -124,6 +124,21 @@ def test_what_a_planner_has_planned_before_changes_no_plan(
     assert planner.plan(together, state) == Planner(BUDGETS, uniform=uniform).plan(together, state)
 
 
+def test_budgets_of_one_kind_of_call_are_not_those_of_another() -> None:
+    """With one planner, and nothing that was measured in between."""
+    planner, measured = Planner(BUDGETS), Measured()
+    captured, of_other = key(64), key(100, (1, 8), (128, 16)).of("another kind")
+    closed = graphs(captured, of_other, lazy=False, measured=measured)
+    open_ = graphs(captured, of_other, lazy=True, measured=measured)
+    small, large = batch_of(image(40)), batch_of(image(200))
+    other = EncoderBatch((image(90),), "another kind")
+    for _ in range(2):
+        assert planner.plan(large, closed).replays == ()
+        assert [replay.key.token_budget for replay in planner.plan(large, open_).replays] == [256]
+        assert [replay.key for replay in planner.plan(other, closed).replays] == [of_other]
+        assert [replay.key for replay in planner.plan(small, closed).replays] == [captured]
+
+
 def test_parts_are_held_against_what_they_would_add_to_eager_mode() -> None:
     state = {
         "measured": Measured({key(64): 1e-3}, {SIGNATURE: {16: 5e-3, 64: 6e-3, 2000: 20e-3}}),
